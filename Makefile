@@ -1,0 +1,112 @@
+# Steptron: `make` lists the targets. `make quickstart` and `make test` each set up everything they need.
+
+ifneq ($(words $(CURDIR)),1)
+$(error the path "$(CURDIR)" contains a space, which make cannot handle: move the clone to a path without spaces)
+endif
+
+# ------------------------------------------------------------------------------------------ settings
+VENV ?= .venv
+# Python 3.11 or 3.12; found by tools/preflight.sh when empty.
+PYTHON ?=
+# Python 3.12 for test-py312; found the same way when empty.
+PYTHON312 ?=
+TORCH_VERSION ?= 2.13.0
+# Where torch comes from when not from pip's default, for example PyTorch's CPU index.
+TORCH_INDEX_URL ?=
+# 1: use the torch that PYTHON can already import (containers).
+KEEP_TORCH ?=
+# Megatron-Core: 0.16.1 on Python 3.11, 0.19.2 on 3.12 when empty.
+MEGATRON_VERSION ?=
+# `make PIP_FLAGS=` shows pip's downloads.
+PIP_FLAGS ?= -q
+PYTEST_ARGS ?=
+QUICKSTART_ARGS ?=
+
+# ------------------------------------------------------------------------------------------ set-up
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+keep_torch := $(filter-out 0 no false,$(KEEP_TORCH))
+
+# What a set-up was made with is part of the stamps' names, so that another choice is carried out.
+checksum = $(firstword $(shell printf '%s' '$(1)' | cksum))
+ifdef keep_torch
+VENV_STAMP := $(VENV)/.stamp-venv-with-system-packages
+TORCH_STAMP := $(VENV)/.stamp-torch-kept
+else
+VENV_STAMP := $(VENV)/.stamp-venv
+TORCH_STAMP := $(VENV)/.stamp-torch-$(TORCH_VERSION)$(if $(TORCH_INDEX_URL),-$(call checksum,$(TORCH_INDEX_URL)))
+endif
+INSTALL_STAMP := $(VENV)/.stamp-installed$(if $(MEGATRON_VERSION),-$(MEGATRON_VERSION))
+
+# --system-site-packages shows the packages of a system Python; those of a virtual environment need their path.
+outer_packages := import sys, sysconfig; print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
+
+.PHONY: help setup quickstart test test-py312 lint format clean distclean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  Settings: PYTHON=..., VENV=.venv, TORCH_INDEX_URL=..., KEEP_TORCH=1, PYTEST_ARGS='...' (see docs/quickstart.md)"
+
+setup: $(INSTALL_STAMP) ## make the virtual environment and install everything into it
+
+$(VENV_STAMP):
+	@python=$$(PYTHON='$(PYTHON)' WANT='$(WANT)' SETTING='$(SETTING)' sh tools/preflight.sh) && \
+	echo "==> Making the virtual environment $(VENV) with $$python" && \
+	"$$python" -m venv --clear $(if $(keep_torch),--system-site-packages) $(VENV) \
+	$(if $(keep_torch),&& "$$python" -c '$(outer_packages)' > $$(echo $(VENV)/lib/python3.*/site-packages)/outer.pth)
+	@touch $@
+
+$(VENV)/.stamp-torch-kept: $(VENV_STAMP)
+	@$(PY) -c 'import torch; print("==> Keeping torch", torch.__version__, "from", torch.__path__[0])' 2>/dev/null || \
+	{ echo "steptron: KEEP_TORCH=1, but the chosen Python cannot import torch: leave KEEP_TORCH out, or pass PYTHON=... of the one that has it" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.stamp-torch-$(TORCH_VERSION)%: $(VENV_STAMP)
+	@echo "==> Installing torch $(TORCH_VERSION) from $(TORCH_INDEX_URL) (about 0.2 GB to download for a CPU build, 3 GB for CUDA)"
+	@$(PIP) install $(PIP_FLAGS) --force-reinstall --index-url '$(TORCH_INDEX_URL)' 'torch==$(TORCH_VERSION)'
+	@rm -f $(VENV)/.stamp-torch-* && touch $@ $(VENV)/.stamp-torch-$(TORCH_VERSION)
+
+$(VENV)/.stamp-torch-$(TORCH_VERSION): $(VENV_STAMP)
+	@echo "==> Installing torch $(TORCH_VERSION) (with pip's default index a CUDA build, about 3 GB to download; for the 0.2 GB CPU build set TORCH_INDEX_URL, see docs/quickstart.md)"
+	@$(PIP) install $(PIP_FLAGS) 'torch==$(TORCH_VERSION)'
+	@rm -f $(VENV)/.stamp-torch-* && touch $@
+
+# The constraint keeps the chosen torch: no dependency may replace it.
+$(INSTALL_STAMP): setup.py pyproject.toml | $(TORCH_STAMP)
+	@echo "==> Installing Steptron, Megatron-Core and the development tools (about 0.2 GB to download, one to three minutes)"
+	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(VENV)/constraints.txt
+	@megatron='$(MEGATRON_VERSION)'; \
+	if [ -z "$$megatron" ]; then \
+		megatron=$$($(PY) -c 'import sys; print("0.16.1" if sys.version_info < (3, 12) else "0.19.2")'); \
+	fi; \
+	$(PIP) install $(PIP_FLAGS) -c $(VENV)/constraints.txt "megatron-core==$$megatron" -e '.[dev]'
+	@rm -f $(VENV)/.stamp-installed* && touch $@
+
+# ------------------------------------------------------------------------------------------ use
+quickstart: setup ## text -> tokenizer -> pre-training of a small model -> generated text, on this machine
+	@$(PY) tools/quickstart.py $(QUICKSTART_ARGS)
+
+test: setup ## run the test suite
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-py312: ## the quickstart's smoke test with Python 3.12 and Megatron-Core 0.19.2, in .venv312
+	@$(MAKE) --no-print-directory setup VENV=.venv312 PYTHON='$(PYTHON312)' WANT=3.12 SETTING=PYTHON312
+	.venv312/bin/python -m pytest -m py312 $(PYTEST_ARGS)
+
+lint: setup ## ruff (rules and formatting) and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup ## let ruff format the code and mend what it can
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+clean: ## remove caches and build products; keeps the virtual environments and runs/
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find steptron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove the virtual environments too
+	rm -rf .venv .venv312

@@ -1,0 +1,35 @@
+"""A whole model from a checkpoint, in one process, for inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from steptron.checkpoint.save_load import load_model, read_manifest
+from steptron.config.schema import ParallelConfig, PretrainConfig
+from steptron.model.assembly import StepModel
+from steptron.model.layer_spec import model_spec
+from steptron.model.transformer_config import transformer_config
+from steptron.parallel.mesh import build_mesh
+from steptron.parallel.stages import Stage
+from steptron.train.step import DTYPES
+
+
+def restore_model(folder: Path, device: torch.device) -> tuple[StepModel, PretrainConfig]:
+    """Builds the checkpoint's model on one process, whatever layout it was saved under.
+
+    The default process group must exist, with one process.
+
+    Raises:
+        UserError: the folder is no checkpoint of a model of this version.
+    """
+    config = PretrainConfig.model_validate(read_manifest(folder)["config"])
+    single = ParallelConfig(timeout_seconds=config.parallel.timeout_seconds)
+    mesh = build_mesh(single)
+    spec = model_spec(config.model)
+    engine = transformer_config(config.model, single, DTYPES[config.train.precision])
+    with torch.device(device):
+        model = StepModel(spec, Stage.whole(len(spec.layers)), engine, mesh.groups)
+    load_model(folder, model, mesh)
+    return model.eval(), config

@@ -1,0 +1,158 @@
+"""Saving and loading, in Megatron-Core's distributed checkpoint format (torch_dist)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+import steptron
+from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, prune
+from steptron.checkpoint.tensors import model_tensors, optimizer_tensors
+from steptron.config.schema import PretrainConfig
+from steptron.errors import UserError
+from steptron.model.assembly import StepModel
+from steptron.optim.base import Optimizer
+from steptron.parallel.mesh import Mesh
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: completed optimizer steps.
+        consumed_sequences: training sequences consumed, over all ranks.
+        consumed_tokens: non-padding tokens consumed, over all ranks.
+    """
+
+    step: int = 0
+    consumed_sequences: int = 0
+    consumed_tokens: int = 0
+
+
+def save(
+    config: PretrainConfig, progress: Progress, module: StepModel, optimizer: Optimizer, mesh: Mesh
+) -> Path:
+    """Writes a checkpoint and prunes old ones.
+
+    Everything goes to a temporary folder that is renamed at the end, the manifest last: a folder
+    with a manifest is complete.
+
+    Raises:
+        UserError: the folder cannot be written (message names it and the system's reason).
+    """
+    final = checkpoint_folder(config.train.output, progress.step)
+    temporary = final.with_suffix(".partial")
+    _on_first_rank(lambda: _prepare(temporary))
+    tensors: dict[str, Any] = model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh)
+    dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "steptron_version": steptron.__version__,
+        "torch_version": torch.__version__,
+        "progress": asdict(progress),
+        "optimizer_steps": optimizer.num_steps,
+        "config": config.model_dump(mode="json"),
+    }
+    _on_first_rank(lambda: _publish(temporary, final, manifest, config.train.checkpoint.keep))
+    return final
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        UserError: it cannot be read, or was written in another format version.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from error
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"{folder} has checkpoint format {manifest.get('format_version')}, this version reads {FORMAT_VERSION}"
+        )
+    return manifest
+
+
+def load(folder: Path, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> Progress:
+    """Restores parameters, router biases and optimizer state; returns how far the run had come.
+
+    Raises:
+        UserError: a tensor is missing or has another shape (message names it).
+    """
+    manifest = read_manifest(folder)
+    _load_into(folder, model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh))
+    optimizer.set_num_steps(manifest["optimizer_steps"])
+    return Progress(**manifest["progress"])
+
+
+def load_model(folder: Path, module: StepModel, mesh: Mesh) -> None:
+    """Restores parameters and router biases only."""
+    _load_into(folder, model_tensors(module, mesh))
+
+
+@torch.no_grad()
+def _load_into(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
+    _check_matches(folder, tensors)
+    targets = {key: sharded.data for key, sharded in tensors.items()}
+    loaded = dist_checkpointing.load(dict(tensors), str(folder))
+    for key, target in targets.items():
+        target.copy_(loaded[key])
+
+
+def _check_matches(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
+    try:
+        stored = dist_checkpointing.load_tensors_metadata(str(folder))
+    except (CheckpointingException, OSError) as error:
+        raise UserError(f"{folder} cannot be read as a checkpoint: {error}") from error
+    problems = []
+    for key, tensor in tensors.items():
+        if key not in stored:
+            problems.append(f"{key} is missing")
+        elif tuple(stored[key].global_shape) != tuple(tensor.global_shape):
+            problems.append(
+                f"{key} has shape {list(stored[key].global_shape)}, the model needs {list(tensor.global_shape)}"
+            )
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise UserError(f"checkpoint {folder} does not fit this model:\n  {shown}")
+
+
+def _prepare(temporary: Path) -> None:
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+
+
+def _publish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(final)
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    temporary.rename(final)
+    prune(final.parent.parent, keep)
+
+
+def _on_first_rank(action: Any) -> None:
+    """Runs a file-system action on rank 0; a failure there is raised on every rank."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise UserError(f"checkpoint not written: {failure[0]}")

@@ -1,0 +1,387 @@
+"""``steptron data``: corpora to datasets, and what is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from steptron.data.build import BadInputLog, BuildResult, Progress
+    from steptron.data.dataset import Split
+    from steptron.data.inspection import TextRun
+    from steptron.data.manifest import Manifest
+
+app = typer.Typer(name="data", help="Build and inspect datasets.", no_args_is_help=True)
+tokenizer_app = typer.Typer(name="tokenizer", help="Train tokenizers.", no_args_is_help=True)
+app.add_typer(tokenizer_app)
+
+_Inputs = Annotated[list[Path], typer.Argument(help="folders, text files, JSONL (plain, .gz, .zst), Parquet files")]
+_Glob = Annotated[
+    str | None, typer.Option("--glob", help="read these files of a folder instead of the known extensions")
+]
+_TextField = Annotated[str, typer.Option(help="field (JSONL) or column (Parquet) of the text")]
+_TokenizerBytes = Annotated[int, typer.Option(help="text that trains the tokenizer, bytes; a larger corpus is sampled")]
+
+
+@app.command()
+def build(
+    inputs: _Inputs,
+    output: Annotated[Path, typer.Option(help="folder to write")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or a Hugging Face or dataset folder that holds one")
+    ] = None,
+    train_tokenizer: Annotated[
+        int | None, typer.Option(metavar="VOCAB_SIZE", help="train a byte-level BPE tokenizer of this size instead")
+    ] = None,
+    eod_token: Annotated[
+        str | None, typer.Option(help="token of a loaded tokenizer that ends documents, if not its eos_token")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="tokenizing processes; one per core by default")] = None,
+    validation_fraction: Annotated[float, typer.Option(help="share of documents in the validation split")] = 0.01,
+    text_field: _TextField = "text",
+    spans_field: Annotated[
+        str, typer.Option(help="field or column of start-end pairs: characters that do not count in the loss")
+    ] = "masked_spans",
+    max_bad_fraction: Annotated[float, typer.Option(help="share of bad documents that is accepted")] = 0.01,
+    glob: _Glob = None,
+    tokenizer_bytes: _TokenizerBytes = 2_000_000_000,
+    seed: Annotated[int, typer.Option(help="decides, with its text, which split a document belongs to")] = 1234,
+    force: Annotated[bool, typer.Option("--force", help="replace a dataset that is there")] = False,
+) -> None:
+    """Turns text into a dataset: tokens in Megatron's indexed format, two splits, tokenizer and manifest."""
+    from steptron.data.build import BuildOptions, TooManyBadDocuments, build_dataset
+    from steptron.data.readers import Fields
+
+    options = BuildOptions(
+        inputs=inputs,
+        output=output,
+        tokenizer=tokenizer,
+        train_vocab_size=train_tokenizer,
+        eod_token=eod_token,
+        tokenizer_bytes=tokenizer_bytes,
+        workers=workers or len(os.sched_getaffinity(0)),
+        validation_fraction=validation_fraction,
+        fields=Fields(text_field, spans_field),
+        max_bad_fraction=max_bad_fraction,
+        pattern=glob,
+        seed=seed,
+        force=force,
+    )
+    console = _console()
+    with _errors_reported(), _terminated_like_interrupted():
+        try:
+            with _progress_bar(console) as report:
+                result = build_dataset(options, report)
+        except TooManyBadDocuments as error:
+            _print_bad_input(console, error.bad)
+            raise
+    _print_build(console, output, result)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="dataset folder")],
+    documents: Annotated[int, typer.Option(min=0, help="documents to print")] = 0,
+    split: Annotated[
+        str, typer.Option(help="split that documents and samples come from: train or validation")
+    ] = "train",
+    sample: Annotated[int | None, typer.Option(min=0, help="training sample to print, with --sequence-length")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="tokens per sample")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the order of samples (data.seed)")] = 1234,
+) -> None:
+    """Shows a dataset: manifest, document lengths, decoded documents or samples; and checks its files.
+
+    Text that does not count in the loss stands between ⟦ and ⟧.
+    """
+    from steptron.data.errors import DataError
+    from steptron.data.inspection import SPLITS, check_files
+    from steptron.data.manifest import read_manifest
+
+    console = _console()
+    with _errors_reported():
+        if split not in SPLITS:
+            raise DataError(f"--split {split}: must be one of {', '.join(SPLITS)}")
+        if (sample is None) != (sequence_length is None):
+            raise DataError("--sample and --sequence-length belong together: give both or neither")
+        manifest = read_manifest(folder)
+        chosen: Split = "train" if split == "train" else "validation"
+        _print_manifest(console, folder, manifest)
+        problems = check_files(folder)
+        if problems:
+            raise DataError("\n".join([f"{folder}: {len(problems)} problems in the files", *problems]))
+        console.print("Files are sound: sizes, hashes, index, vocabulary range, document ends.")
+        _print_lengths(console, folder, manifest)
+        if documents:
+            _print_documents(console, folder, chosen, documents)
+        if sample is not None and sequence_length is not None:
+            _print_sample(console, folder, chosen, sample, sequence_length, seed)
+
+
+@app.command(name="stdlib-corpus")
+def stdlib_corpus(
+    output: Annotated[Path, typer.Argument(help="JSONL file to write")],
+    minimum_bytes: Annotated[int, typer.Option(help="below this, sources of installed packages are added")] = 5_000_000,
+) -> None:
+    """Writes the sources of this Python's standard library, without tests, as a corpus."""
+    from steptron.data.stdlib_corpus import collect
+
+    with _errors_reported():
+        report = collect(output, minimum_bytes)
+    added = (
+        f", of which {report.package_documents:,} files ({report.package_bytes / 1e6:.1f} MB) from installed packages"
+        if report.package_documents
+        else ""
+    )
+    _console().print(
+        f"{report.path}: {report.documents:,} files, {report.bytes / 1e6:.1f} MB of Python source{added}"
+        f" ({report.skipped} empty or undecodable files left out)",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+@tokenizer_app.command(name="train")
+def train_tokenizer_command(
+    inputs: _Inputs,
+    vocab_size: Annotated[int, typer.Option(help="tokens of the vocabulary, special tokens and bytes included")],
+    output: Annotated[Path, typer.Option(help="tokenizer.json to write")],
+    text_field: _TextField = "text",
+    glob: _Glob = None,
+    tokenizer_bytes: _TokenizerBytes = 2_000_000_000,
+    force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
+) -> None:
+    """Trains a byte-level BPE tokenizer; <|endoftext|> is id 0."""
+    from steptron.data.build import train_tokenizer_on
+    from steptron.data.errors import DataError
+    from steptron.data.readers import Fields, find_files
+
+    console = _console()
+    with _errors_reported():
+        if output.exists() and (output.is_dir() or not force):
+            raise DataError(f"{output}: exists; name another file{'' if output.is_dir() else ', or use --force'}")
+        files, _ = find_files(inputs, glob)
+        with _progress_bar(console) as report:
+            trained = train_tokenizer_on(files, Fields(text=text_field), vocab_size, tokenizer_bytes, report)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+        partial.write_bytes(trained.file_bytes)
+        os.replace(partial, output)
+    console.print(f"{output}: {trained.vocab_size:,} tokens", soft_wrap=True, highlight=False)
+    if trained.vocab_size < vocab_size:
+        console.print(f"The text offers no more than {trained.vocab_size:,} tokens; {vocab_size:,} were asked for.")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+@contextlib.contextmanager
+def _errors_reported() -> Iterator[None]:
+    """Turns a DataError into a message and exit code 1."""
+    from steptron.data.errors import DataError
+
+    try:
+        yield
+    except DataError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Lets SIGTERM unwind like Ctrl-C does, so that nothing half-written stays."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """Yields the function that shows progress: documents, bytes on disk, MB/s, time left."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=16),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[documents]:,} docs, {task.fields[bad]:,} bad"),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Bars(*columns, console=console) as bars:
+
+        def report(progress: Progress) -> None:
+            if progress.phase not in tasks:
+                tasks[progress.phase] = bars.add_task(
+                    progress.phase, total=progress.total_file_bytes, documents=0, bad=0
+                )
+            bars.update(
+                tasks[progress.phase],
+                completed=progress.file_bytes,
+                documents=progress.documents,
+                bad=progress.bad_documents,
+            )
+
+        yield report
+
+
+def _print_bad_input(console: Console, bad: BadInputLog) -> None:
+    from rich.text import Text
+
+    for kind, count in bad.counts.items():
+        console.print(Text(f"{count:,} × {kind}", style="bold yellow"))
+        for example in bad.examples[kind]:
+            place = example.file if example.line is None else f"{example.file}:{example.line}"
+            console.print(Text(f"  {place}: {example.message}"), soft_wrap=True)
+        if count > len(bad.examples[kind]):
+            console.print(Text(f"  ... and {count - len(bad.examples[kind]):,} more"))
+
+
+def _print_build(console: Console, output: Path, result: BuildResult) -> None:
+    if result.bad.total:
+        _print_bad_input(console, result.bad)
+        console.print(
+            f"{result.bad.total:,} bad documents were left out; all of them: {result.bad.path}", soft_wrap=True
+        )
+    if result.files_left_out:
+        console.print(f"{result.files_left_out:,} files of other kinds were not read; --glob names what to read.")
+    if result.manifest.validation.documents == 0 and result.manifest.validation_fraction > 0:
+        console.print(
+            "No document fell into the validation split: the corpus has few documents; raise --validation-fraction."
+        )
+    _print_manifest(console, output, result.manifest)
+
+
+def _print_manifest(console: Console, folder: Path, manifest: Manifest) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(str(folder), style="bold"), soft_wrap=True)
+    splits = Table()
+    splits.add_column("")
+    splits.add_column("train", justify="right")
+    splits.add_column("validation", justify="right")
+    records = (manifest.train, manifest.validation)
+    for name, values in (
+        ("documents", [f"{record.documents:,}" for record in records]),
+        ("tokens", [f"{record.tokens:,}" for record in records]),
+        ("masked tokens", [f"{record.masked_tokens:,}" for record in records]),
+        ("bytes of text", [f"{record.bytes:,}" for record in records]),
+        ("bytes per token", [f"{record.bytes / max(record.tokens, 1):.3f}" for record in records]),
+        ("unigram entropy, nats per token", [f"{record.unigram_entropy:.4f}" for record in records]),
+        ("cross entropy under train's unigrams", [f"{record.unigram_cross_entropy:.4f}" for record in records]),
+    ):
+        splits.add_row(name, *values)
+    console.print(splits)
+    facts = Table(show_header=False, box=None)
+    for name, value in (
+        ("vocabulary", f"{manifest.vocabulary_size:,} tokens, {manifest.dtype} on disk"),
+        ("end of document", f"id {manifest.eod_id}"),
+        ("validation", f"fraction {manifest.validation_fraction:g}, seed {manifest.seed}"),
+        ("bad documents", f"{manifest.bad_documents:,}"),
+        *(
+            ("source", f"{source.path}: {source.files:,} files, {source.documents:,} documents, {source.bytes:,} bytes")
+            for source in manifest.sources
+        ),
+        ("tokenizer", manifest.tokenizer_hash),
+        ("content", manifest.content_hash),
+        ("format", f"{manifest.format} version {manifest.format_version}"),
+    ):
+        facts.add_row(Text(name), Text(value, overflow="fold"))
+    console.print(facts)
+
+
+def _print_lengths(console: Console, folder: Path, manifest: Manifest) -> None:
+    from rich.table import Table
+
+    from steptron.data.dataset import TokenDataset
+    from steptron.data.inspection import SPLITS, length_histogram
+
+    for split in SPLITS:
+        if manifest.split(split).documents == 0:
+            continue
+        bins = length_histogram(TokenDataset.open(folder, split).lengths_D)
+        table = Table(title=f"{split}: tokens per document", title_justify="left")
+        for heading in ("tokens", "documents", "share of tokens", ""):
+            table.add_column(heading, justify="left" if heading == "" else "right")
+        most = max(row.documents for row in bins)
+        total = sum(row.tokens for row in bins)
+        for row in bins:
+            table.add_row(
+                f"{row.low:,} – {row.high - 1:,}",
+                f"{row.documents:,}",
+                f"{row.tokens / total:.1%}",
+                "█" * round(20 * row.documents / most),
+            )
+        console.print(table)
+
+
+def _print_documents(console: Console, folder: Path, split: Split, count: int) -> None:
+    from steptron.data.dataset import TokenDataset
+    from steptron.data.inspection import text_runs
+    from steptron.data.tokenizer import Tokenizer
+
+    dataset, tokenizer = TokenDataset.open(folder, split), Tokenizer.load(folder)
+    for number in range(min(count, dataset.num_documents)):
+        tokens_T, counts_T = dataset.document(number)
+        console.rule(f"{split} document {number}: {tokens_T.size:,} tokens")
+        console.print(_marked(text_runs(tokenizer, tokens_T, counts_T)), soft_wrap=True)
+
+
+def _print_sample(console: Console, folder: Path, split: Split, number: int, sequence_length: int, seed: int) -> None:
+    from steptron.config.schema import DataConfig, DatasetConfig
+    from steptron.data.inspection import text_runs
+    from steptron.data.sampler import SampleSource
+    from steptron.data.tokenizer import Tokenizer
+
+    datasets = [DatasetConfig(path=folder)]
+    source = SampleSource(datasets, split, DataConfig(train=datasets, sequence_length=sequence_length, seed=seed))
+    tokenizer = Tokenizer.load(folder)
+    batch = source.micro_batch(number, 1)
+    labels_S, counts_S = batch.labels_BS[0].numpy(), batch.loss_mask_BS[0].numpy()
+    documents_S = batch.documents_BS[0].numpy()
+    console.rule(f"{split} sample {number}: {sequence_length:,} targets, {int(counts_S.sum()):,} count")
+    for document in range(int(documents_S.max()) + 1):
+        inside_S = documents_S == document
+        console.print(f"[targets of document {document} of the row, {int(inside_S.sum()):,} tokens]", markup=False)
+        console.print(_marked(text_runs(tokenizer, labels_S[inside_S], counts_S[inside_S])), soft_wrap=True)
+
+
+def _marked(runs: list[TextRun]) -> Text:
+    from rich.text import Text
+
+    text = Text()
+    for run in runs:
+        if run.counts:
+            text.append(run.text)
+        else:
+            text.append(f"⟦{run.text}⟧", style="black on yellow")
+    return text

@@ -1,0 +1,44 @@
+"""``steptron generate``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's folder (its newest checkpoint).")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens up to this probability.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    tokenizer: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="tokenizer.json or its folder; the training data's by default."),
+    ] = None,
+) -> None:
+    """Write text with a trained model."""
+    from steptron.checkpoint.folder import resolve
+    from steptron.checkpoint.restore import restore_model
+    from steptron.data.tokenizer import Tokenizer
+    from steptron.model.sampling import sample_tokens
+    from steptron.platform import distributed
+    from steptron.platform.device import select_device, set_threads
+
+    device = select_device("auto")
+    set_threads(None, 1)
+    distributed.initialize(device, timeout_seconds=60)
+    model, config = restore_model(resolve(checkpoint), device)
+    text = Tokenizer.load(tokenizer or config.data.train[0].path)
+    tokens = text.encode(prompt) or [text.eod_id]
+    typer.echo(prompt, nl=False)
+    decoder = text.stream_decoder()
+    for token in sample_tokens(model, tokens, max_new_tokens, temperature, top_p, text.eod_id, seed):
+        typer.echo(decoder.push(token), nl=False)
+    typer.echo(decoder.finish())
+    distributed.shutdown()

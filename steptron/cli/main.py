@@ -1,0 +1,55 @@
+"""The `steptron` command: its sub-commands, and how errors are shown."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated, ClassVar
+
+import typer
+
+from steptron import __version__
+from steptron.cli.lazy import LazyCommand, LazyGroup
+
+
+class _SteptronGroup(LazyGroup):
+    lazy_commands: ClassVar[dict[str, LazyCommand]] = {
+        "pretrain": LazyCommand("steptron.cli.pretrain:pretrain", "Pre-train a model."),
+        "generate": LazyCommand("steptron.cli.generate:generate", "Write text with a checkpoint."),
+        "data": LazyCommand("steptron.cli.data:app", "Build and inspect datasets."),
+        "config": LazyCommand("steptron.cli.config:app", "Show and check a configuration."),
+        "model": LazyCommand("steptron.cli.model:app", "Show the layers and sizes of a model."),
+        "doctor": LazyCommand("steptron.cli.doctor:doctor", "Test this machine and say what to mend."),
+    }
+
+
+app = typer.Typer(
+    cls=_SteptronGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _steptron(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="STEPTRON_DEBUG", help="Show the traceback of every error.")
+    ] = False,
+) -> None:
+    """Pre-training of Step-3.5-style sparse mixture-of-experts language models."""
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Steptron and of what it runs on."""
+    typer.echo(f"steptron {__version__}")
+    for package in ("torch", "megatron-core"):
+        try:
+            typer.echo(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            typer.echo(f"{package} not installed")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="steptron")

@@ -1,0 +1,42 @@
+"""``steptron pretrain``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def pretrain(
+    file: Annotated[Path, typer.Argument(help="Training configuration (YAML).")],
+    overrides: Annotated[Optional[list[str]], typer.Argument(help="Overrides such as train.steps=100.")] = None,  # noqa: UP045
+    nproc: Annotated[int, typer.Option(min=1, help="Local processes to start.")] = 1,
+    fresh: Annotated[bool, typer.Option(help="Start over: delete this run's earlier checkpoints and log.")] = False,
+) -> None:
+    """Pre-train a model.
+
+    With --nproc N, N local processes are started; under torchrun or SLURM the process joins the
+    others. The same command continues an interrupted run from its newest checkpoint. Exit code 75
+    says that the run was asked to stop (Ctrl-C, SIGTERM), wrote a checkpoint and can be continued.
+    """
+    from steptron.config.checks import check
+    from steptron.config.loader import load
+    from steptron.platform import distributed, launch
+
+    config = load(file, overrides or []).config
+    joining = launch.under_launcher()
+    check(
+        config, world_size=distributed.world().size if joining else nproc, device=config.train.device, check_data=True
+    )
+    if nproc > 1 and not joining:
+        arguments = ["pretrain", str(file), *(overrides or []), *(["--fresh"] if fresh else [])]
+        raise typer.Exit(launch.run_local(nproc, arguments))
+
+    from steptron.train.loop import Pretraining
+    from steptron.train.stop import STOPPED_EXIT_CODE
+
+    complete = Pretraining(config, fresh).run()
+    distributed.shutdown()
+    if not complete:
+        raise typer.Exit(STOPPED_EXIT_CODE)

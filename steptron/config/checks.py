@@ -1,0 +1,362 @@
+"""Checks that need several sections, the number of processes or the machine; run before any process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from steptron.config.schema import ModelConfig, ParallelConfig, PretrainConfig, TrainConfig
+from steptron.errors import ConfigError
+from steptron.model.layer_spec import AttentionKind, parse_layout
+
+# torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
+_ROW_MULTIPLE = {"fp32": 4, "bf16": 8}
+_LATER = {
+    "tensor": "tensor parallelism",
+    "context": "context parallelism",
+    "virtual_pipeline": "interleaving of pipeline stages",
+}
+
+
+def check(
+    config: PretrainConfig,
+    world_size: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    check_data: bool = False,
+) -> None:
+    """Refuses what cannot run.
+
+    Args:
+        config: a configuration that is valid field by field.
+        world_size: number of processes.
+        device: what the processes will find: "cuda" where there are CUDA devices; "auto": as on this machine.
+        check_data: whether the dataset folders must exist.
+
+    Raises:
+        ConfigError: lists every problem, each with the fields and the values that would be right.
+    """
+    problems = [
+        *_attention(config.model),
+        *_layers(config.model),
+        *_experts(config),
+        *_balance(config),
+        *_loss(config),
+        *_parallel(config, world_size),
+        *_batch(config, world_size),
+        *_schedule(config),
+        *_machine(config.train, device),
+        *_output(config.train.output),
+        *(_data_folders(config) if check_data else ()),
+    ]
+    if problems:
+        raise ConfigError(f"configuration for {world_size} process{'' if world_size == 1 else 'es'}", problems)
+
+
+def smallest_world_size(parallel: ParallelConfig) -> int:
+    """The fewest processes that a layout can run on."""
+    return parallel.pipeline * math.lcm(parallel.tensor * parallel.context, parallel.expert)
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Data-parallel ranks of the attention layers; 0 where the layout does not fit."""
+    ranks, left = divmod(world_size, parallel.pipeline * parallel.tensor * parallel.context)
+    return 0 if left else ranks
+
+
+# ------------------------------------------------------------------------------------------ model
+
+
+def _attention(model: ModelConfig) -> Iterator[str]:
+    try:
+        _, options = parse_layout(model.layout)
+    except ValueError as error:
+        yield f"model.layout: {error}"
+        return
+    kinds = attention_kinds(model)
+    if "heads" in options and AttentionKind.SLIDING not in kinds:
+        yield (
+            f"model.layout ({model.layout}) asks for +heads, but the model has no sliding layer: "
+            "drop +heads, or take S1F1 or S3F1 (or model.mtp.depths above 0, whose layers slide)"
+        )
+    for kind in sorted(kinds, key=lambda kind: kind.value):
+        section = model.sliding if kind is AttentionKind.SLIDING else model.full
+        owner = section if kind is AttentionKind.FULL or "heads" in options else model.full
+        heads_field = f"model.{'full' if owner is model.full else 'sliding'}.num_heads"
+        if owner.num_heads % section.num_kv_groups:
+            why = "" if owner is section else f" (without +heads in model.layout, {kind.value} layers take it too)"
+            yield (
+                f"{heads_field} ({owner.num_heads}) must be a multiple of model.{kind.value}.num_kv_groups "
+                f"({section.num_kv_groups}){why}"
+            )
+        rotated = section.rope.rotary_fraction * model.head_dim
+        if abs(rotated - round(rotated)) > 1e-6 or round(rotated) % 2 or round(rotated) == 0:
+            yield (
+                f"model.{kind.value}.rope.rotary_fraction ({section.rope.rotary_fraction}) x model.head_dim "
+                f"({model.head_dim}) gives {rotated:g} rotated dimensions: it must be a positive even number"
+            )
+        scaling = section.rope.scaling
+        if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+            yield (
+                f"model.{kind.value}.rope.scaling.low_freq_factor ({scaling.low_freq_factor}) must be less than "
+                f"high_freq_factor ({scaling.high_freq_factor})"
+            )
+
+
+def attention_kinds(model: ModelConfig) -> set[AttentionKind]:
+    """The kinds of attention that occur in a model with a readable layout."""
+    pattern, _ = parse_layout(model.layout)
+    kinds = {AttentionKind.FULL, *pattern[: model.num_layers - 1]}
+    return kinds | {AttentionKind.SLIDING} if model.mtp.depths else kinds
+
+
+def _layers(model: ModelConfig) -> Iterator[str]:
+    if model.num_dense_layers > model.num_layers:
+        yield f"model.num_dense_layers ({model.num_dense_layers}) must not exceed model.num_layers ({model.num_layers})"
+    for name, limits in (("routed", model.clamp.routed), ("shared", model.clamp.shared)):
+        for layer in limits:
+            if not 0 <= layer < model.num_layers:
+                yield (
+                    f"model.clamp.{name} names layer {layer}, but model.num_layers is {model.num_layers}: "
+                    f"layers are numbered 0 to {model.num_layers - 1}"
+                )
+            elif name == "routed" and layer < model.num_dense_layers:
+                yield (
+                    f"model.clamp.routed names layer {layer}, which is dense (model.num_dense_layers is "
+                    f"{model.num_dense_layers}) and has no routed experts: MoE layers are "
+                    f"{_range(model.num_dense_layers, model.num_layers)}; limits of dense layers stand in "
+                    "model.clamp.shared"
+                )
+
+
+def _range(start: int, stop: int) -> str:
+    return f"{start} to {stop - 1}" if start < stop else "none"
+
+
+def _has_experts(model: ModelConfig) -> bool:
+    return model.num_dense_layers < model.num_layers
+
+
+def _experts(config: PretrainConfig) -> Iterator[str]:
+    model, moe, expert = config.model, config.model.moe, config.parallel.expert
+    if not _has_experts(model):
+        if expert > 1:
+            yield (
+                f"parallel.expert is {expert}, but the model has no MoE layer (model.num_dense_layers is "
+                f"{model.num_dense_layers} of {model.num_layers}): it must be 1"
+            )
+        return
+    if moe.top_k > moe.num_experts:
+        yield f"model.moe.top_k ({moe.top_k}) must not exceed model.moe.num_experts ({moe.num_experts})"
+    if moe.num_experts % expert:
+        yield (
+            f"model.moe.num_experts ({moe.num_experts}) must be a multiple of parallel.expert ({expert}): "
+            f"parallel.expert can be {_divisors(moe.num_experts)}"
+        )
+    multiple = _ROW_MULTIPLE[config.train.precision]
+    for name, width in (
+        ("model.hidden_size", model.hidden_size),
+        ("model.moe.expert_hidden_size", moe.expert_hidden_size),
+    ):
+        if width % multiple:
+            yield (
+                f"{name} ({width}) must be a multiple of {multiple} with train.precision {config.train.precision}: "
+                "the grouped matrix product of the experts needs rows of a multiple of 16 bytes"
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _balance(config: PretrainConfig) -> Iterator[str]:
+    balance, model = config.balance, config.model
+    groups, bias = balance.ep_groups, balance.bias
+    if not _has_experts(model):
+        for name, asked in (("ep_groups", groups is not None), ("freeze_router", balance.freeze_router)):
+            if asked:
+                yield (
+                    f"balance.{name} is set, but the model has no MoE layer (model.num_dense_layers is "
+                    f"{model.num_dense_layers} of {model.num_layers}): leave it out"
+                )
+    elif groups is not None and model.moe.num_experts % groups:
+        yield (
+            f"balance.ep_groups ({groups}) must divide model.moe.num_experts ({model.moe.num_experts}): "
+            f"it can be {_divisors(model.moe.num_experts)}"
+        )
+    elif groups == 1 and balance.ep_loss_coefficient > 0:
+        yield (
+            "balance.ep_groups is 1, for which the balance loss is constant, but balance.ep_loss_coefficient is "
+            f"{balance.ep_loss_coefficient}: take more groups ({_divisors(model.moe.num_experts)}) or the coefficient 0"
+        )
+    if (bias.decay_start_step is None) != (bias.decay_steps is None):
+        yield (
+            "balance.bias.decay_start_step and balance.bias.decay_steps belong together: set both or neither "
+            f"(they are {_or_unset(bias.decay_start_step)} and {_or_unset(bias.decay_steps)})"
+        )
+    if balance.freeze_router and bias.rate > 0:
+        yield (
+            f"balance.freeze_router keeps the selection biases as they are, but balance.bias.rate is {bias.rate}: "
+            "set the rate to 0 or leave it out"
+        )
+
+
+def _or_unset(value: int | None) -> str:
+    return "unset" if value is None else str(value)
+
+
+def _loss(config: PretrainConfig) -> Iterator[str]:
+    trained, depths = config.loss.mtp_train_depths, config.model.mtp.depths
+    if trained > depths:
+        yield f"loss.mtp_train_depths ({trained}) must not exceed model.mtp.depths ({depths})"
+    if config.data.sequence_length <= trained:
+        yield (
+            f"data.sequence_length ({config.data.sequence_length}) must be greater than loss.mtp_train_depths "
+            f"({trained}): the furthest depth predicts {trained + 1} tokens ahead and would have no target"
+        )
+
+
+# --------------------------------------------------------------------------------------- parallel
+
+
+def _parallel(config: PretrainConfig, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    for name, what in _LATER.items():
+        if getattr(parallel, name) > 1:
+            yield (
+                f"parallel.{name} is {getattr(parallel, name)}: {what} is not supported yet; "
+                "the only value in this version is 1"
+            )
+    if parallel.pipeline > model.num_layers:
+        yield (
+            f"parallel.pipeline ({parallel.pipeline}) must not exceed model.num_layers ({model.num_layers}): "
+            "each stage holds at least one layer"
+        )
+    for name, number in (
+        ("full.num_heads", model.full.num_heads),
+        ("full.num_kv_groups", model.full.num_kv_groups),
+        ("sliding.num_heads", model.sliding.num_heads),
+        ("sliding.num_kv_groups", model.sliding.num_kv_groups),
+    ):
+        if number % parallel.tensor:
+            yield f"model.{name} ({number}) must be a multiple of parallel.tensor ({parallel.tensor})"
+    dense = parallel.pipeline * parallel.tensor * parallel.context
+    if world_size < 1 or world_size % dense:
+        yield (
+            f"the number of processes ({world_size}) must be a multiple of parallel.pipeline x tensor x context "
+            f"({parallel.pipeline} x {parallel.tensor} x {parallel.context} = {dense})"
+        )
+    elif world_size // parallel.pipeline % parallel.expert:
+        yield (
+            f"the number of processes ({world_size}) over parallel.pipeline ({parallel.pipeline}) leaves "
+            f"{world_size // parallel.pipeline} per stage, which must be a multiple of parallel.expert "
+            f"({parallel.expert}): take a multiple of {smallest_world_size(parallel)} processes"
+        )
+
+
+def _batch(config: PretrainConfig, world_size: int) -> Iterator[str]:
+    train = config.train
+    ramp = train.batch_ramp
+    if ramp is not None:
+        if ramp.start > train.global_batch_size:
+            yield (
+                f"train.batch_ramp.start ({ramp.start}) must not exceed train.global_batch_size "
+                f"({train.global_batch_size})"
+            )
+        elif (train.global_batch_size - ramp.start) % ramp.increment:
+            yield (
+                f"train.batch_ramp.increment ({ramp.increment}) must divide the way from train.batch_ramp.start "
+                f"({ramp.start}) to train.global_batch_size ({train.global_batch_size}), which is "
+                f"{train.global_batch_size - ramp.start}"
+            )
+    data_parallel = data_parallel_size(config.parallel, world_size)
+    unit = train.micro_batch_size * data_parallel
+    if unit < 1:
+        return  # the number of processes was refused already
+    sizes = {"train.global_batch_size": train.global_batch_size}
+    if ramp is not None:
+        sizes |= {"train.batch_ramp.start": ramp.start, "train.batch_ramp.increment": ramp.increment}
+    for name, size in sizes.items():
+        if size % unit:
+            yield (
+                f"{name} ({size}) must be a multiple of train.micro_batch_size x data-parallel ranks "
+                f"({train.micro_batch_size} x {data_parallel} = {unit})"
+            )
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+def _schedule(config: PretrainConfig) -> Iterator[str]:
+    optimizer, schedule, steps = config.optimizer, config.optimizer.schedule, config.train.steps
+    if schedule.warmup_steps >= steps:
+        yield f"optimizer.schedule.warmup_steps ({schedule.warmup_steps}) must be less than train.steps ({steps})"
+    if schedule.kind == "cosine" and schedule.min_lr > optimizer.lr:
+        yield f"optimizer.schedule.min_lr ({schedule.min_lr}) must not exceed optimizer.lr ({optimizer.lr})"
+    if schedule.kind != "cosine" and schedule.min_lr > 0:
+        yield (
+            f"optimizer.schedule.min_lr ({schedule.min_lr}) is the end of the cosine, but optimizer.schedule.kind is "
+            f"{schedule.kind}: leave it out"
+        )
+    if schedule.kind != "staged" and schedule.segments:
+        yield (
+            f"optimizer.schedule.segments belongs to kind staged, but optimizer.schedule.kind is {schedule.kind}: "
+            "leave it out or set the kind to staged"
+        )
+    if schedule.kind == "staged":
+        covered = schedule.warmup_steps + sum(segment.steps for segment in schedule.segments)
+        if not schedule.segments:
+            yield "optimizer.schedule.segments is empty: kind staged needs at least one segment"
+        elif covered < steps:
+            yield (
+                f"optimizer.schedule: warmup_steps and segments cover {covered} steps, but train.steps is {steps}: "
+                "lengthen the segments or add one"
+            )
+
+
+def _machine(train: TrainConfig, device: str) -> Iterator[str]:
+    if train.device == "cuda" and device != "cuda" and (device == "cpu" or not _has_cuda()):
+        yield "train.device is cuda, but there is no CUDA device here: set it to cpu or auto"
+    if train.logging.tensorboard and not _installed("tensorboard"):
+        yield (
+            "train.logging.tensorboard is true, but TensorBoard is not installed: "
+            "`pip install tensorboard`, or set it to false"
+        )
+    if train.logging.wandb_project is not None and not _installed("wandb"):
+        yield (
+            f"train.logging.wandb_project is {train.logging.wandb_project!r}, but Weights & Biases is not installed: "
+            "`pip install wandb`, or set it to null"
+        )
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _output(output: Path) -> Iterator[str]:
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        yield f"train.output ({output}) cannot be a folder: {existing} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"train.output ({output}) cannot be written: no permission to write in {existing}"
+
+
+def _data_folders(config: PretrainConfig) -> Iterator[str]:
+    for split in ("train", "validation"):
+        for index, dataset in enumerate(getattr(config.data, split)):
+            if not dataset.path.is_dir():
+                what = "is not a folder" if dataset.path.exists() else "does not exist"
+                yield (
+                    f"data.{split}.{index}.path ({dataset.path}) {what}: write it with `steptron data build` "
+                    "(the path is relative to the current working directory)"
+                )

@@ -1,0 +1,347 @@
+"""The typed configuration tree.
+
+One pydantic model per concern; every field carries a one-line description with its unit. A field
+is refused where it cannot be honoured, never ignored: what a single section can know is checked
+here, what needs several sections (or the number of processes) is checked in
+``steptron.config.checks``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+# Text from YAML becomes a path; every other type must be given as it is (see Section).
+FilePath = Annotated[Path, Field(strict=False)]
+
+
+class Section(BaseModel):
+    """Base of every section.
+
+    Unknown keys are errors; values are not converted (no ``"10"`` or ``1.0`` for 10), must be finite
+    and never change after loading.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+# ---------------------------------------------------------------------------------------- model
+
+
+class RopeScalingConfig(Section):
+    """llama3 frequency scaling of rotary embeddings (facts of the release: 2, 1, 32, 131072)."""
+
+    factor: PositiveFloat = Field(description="divisor of the low frequencies")
+    low_freq_factor: PositiveFloat = Field(
+        1.0, description="periods per original length below which a frequency is fully scaled"
+    )
+    high_freq_factor: PositiveFloat = Field(
+        32.0, description="periods per original length above which a frequency is kept"
+    )
+    original_length: PositiveInt = Field(description="context length before scaling, tokens")
+
+
+class RopeConfig(Section):
+    """Rotary position embedding of one attention kind."""
+
+    theta: PositiveFloat = Field(description="base of the frequencies")
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the head dimensions that is rotated"
+    )
+    scaling: RopeScalingConfig | None = Field(None, description="frequency scaling; none by default")
+
+
+class AttentionConfig(Section):
+    """Shape of one attention kind (full or sliding)."""
+
+    num_heads: PositiveInt = Field(description="query heads")
+    num_kv_groups: PositiveInt = Field(description="key-value heads")
+    rope: RopeConfig = Field(description="rotary position embedding")
+
+
+class SlidingAttentionConfig(AttentionConfig):
+    """Sliding-window attention."""
+
+    window: PositiveInt = Field(description="visible keys, the token itself included")
+
+
+class MoeConfig(Section):
+    """Mixture-of-experts feed-forward layers."""
+
+    num_experts: PositiveInt = Field(description="routed experts per layer")
+    top_k: PositiveInt = Field(description="experts selected per token")
+    expert_hidden_size: PositiveInt = Field(description="width of one routed expert")
+    shared_hidden_size: PositiveInt = Field(description="width of the shared expert")
+    scaling_factor: PositiveFloat = Field(3.0, description="factor on the renormalised routing weights")
+
+
+class ClampConfig(Section):
+    """Activation clipping limits by decoder layer index (from 0); layers not named are not clamped."""
+
+    routed: dict[int, PositiveFloat] = Field(default_factory=dict, description="limit of the routed experts, by layer")
+    shared: dict[int, PositiveFloat] = Field(
+        default_factory=dict, description="limit of the shared expert and of dense layers, by layer"
+    )
+    position: Literal["after_silu", "before_silu"] = Field(
+        "after_silu", description="where the gate branch is clamped; the release clamps after SiLU"
+    )
+
+
+class MtpConfig(Section):
+    """Multi-token-prediction depths."""
+
+    depths: NonNegativeInt = Field(0, description="number of MTP modules")
+    chain: Literal["pre_norm", "post_norm"] = Field(
+        "pre_norm", description="hidden state handed to a depth: before or after the final norm"
+    )
+    head: Literal["own", "shared"] = Field("own", description="output matrix of a depth: its own, or the main model's")
+
+
+class InitConfig(Section):
+    """Initial values; every tensor's values are a pure function of (seed, logical name)."""
+
+    std: PositiveFloat = Field(0.02, description="standard deviation of matrices")
+    embedding_std: PositiveFloat | None = Field(
+        None, description="standard deviation of the embedding; `std` when unset"
+    )
+    head_std: PositiveFloat | None = Field(
+        None, description="standard deviation of the output matrices; `std` when unset"
+    )
+    router_std: PositiveFloat | None = Field(None, description="standard deviation of the router; `std` when unset")
+    scale_residual_by_depth: bool = Field(
+        True, description="divide the std of matrices that write to the residual by sqrt(2 x layers)"
+    )
+
+
+class ModelConfig(Section):
+    """The architecture."""
+
+    vocab_size: PositiveInt = Field(description="rows of the embedding and of the output matrices")
+    hidden_size: PositiveInt = Field(description="width of the residual stream")
+    num_layers: PositiveInt = Field(description="decoder layers, without MTP")
+    num_dense_layers: NonNegativeInt = Field(description="leading layers with a dense feed-forward; the others are MoE")
+    layout: str = Field(
+        "S3F1+heads+gate",
+        description="attention layout: FFFF, S1F1 or S3F1 after one leading full layer, then +heads, +gate, +sink",
+    )
+    head_dim: PositiveInt = Field(description="dimensions of one attention head")
+    dense_hidden_size: PositiveInt = Field(description="width of the dense feed-forward layers and of the MTP depths")
+    full: AttentionConfig = Field(description="full attention layers")
+    sliding: SlidingAttentionConfig = Field(description="sliding-window attention layers")
+    moe: MoeConfig = Field(description="mixture-of-experts layers")
+    clamp: ClampConfig = Field(default_factory=ClampConfig, description="activation clipping")
+    mtp: MtpConfig = Field(default_factory=MtpConfig, description="multi-token prediction")
+    norm_eps: PositiveFloat = Field(1e-5, description="epsilon of every RMSNorm")
+    init: InitConfig = Field(default_factory=InitConfig, description="initial values")
+
+
+# ------------------------------------------------------------------------------------- balance
+
+
+class BiasScheduleConfig(Section):
+    """Loss-free balancing: rate u of the selection-bias update over training."""
+
+    rate: NonNegativeFloat = Field(1e-3, description="update rate u per step; 0 turns the update off")
+    decay_start_step: NonNegativeInt | None = Field(
+        None, description="step at which u starts to fall linearly; never when unset"
+    )
+    decay_steps: PositiveInt | None = Field(None, description="steps over which u falls linearly to 0")
+
+
+class BalanceConfig(Section):
+    """Expert balance."""
+
+    ep_loss_coefficient: NonNegativeFloat = Field(
+        1e-3, description="weight of the EP-group balance loss; 0 turns it off"
+    )
+    ep_groups: PositiveInt | None = Field(
+        None,
+        description="groups G of the balance loss, which is constant for 1; the expert-parallel size when unset",
+    )
+    bias: BiasScheduleConfig = Field(default_factory=BiasScheduleConfig, description="selection-bias update")
+    freeze_router: bool = Field(
+        False, description="keep router weights and selection biases as they are; the default of `bias.rate` is then 0"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bias_update_of_a_frozen_router(cls, values: Any) -> Any:
+        """The default bias rate of a frozen router is 0; a rate that was asked for is left to the checks."""
+        if not isinstance(values, dict) or values.get("freeze_router") is not True:
+            return values
+        bias = values.get("bias", {})
+        return {**values, "bias": {"rate": 0.0, **bias}} if isinstance(bias, dict) else values
+
+
+class LossConfig(Section):
+    """How the parts of the training loss are combined."""
+
+    mtp_weight: NonNegativeFloat = Field(0.3, description="weight of the MTP loss")
+    mtp_decay: PositiveFloat = Field(0.6, description="ratio of the weights of successive MTP depths")
+    mtp_train_depths: NonNegativeInt = Field(
+        1,
+        description="MTP depths that are trained, from the nearest on; others are frozen; 0 by default without MTP",
+    )
+
+
+# ------------------------------------------------------------------------------------ parallel
+
+
+class ParallelConfig(Section):
+    """How the model is laid over processes; what is left of the world size is data parallelism."""
+
+    pipeline: PositiveInt = Field(1, description="pipeline stages")
+    expert: PositiveInt = Field(1, description="expert-parallel ranks, taken from the data-parallel ranks")
+    tensor: PositiveInt = Field(1, description="tensor-parallel ranks")
+    context: PositiveInt = Field(1, description="context-parallel ranks")
+    virtual_pipeline: PositiveInt = Field(1, description="model chunks per pipeline rank")
+    dispatcher: Literal["alltoall", "allgather"] = Field("alltoall", description="how tokens travel to their experts")
+    timeout_seconds: PositiveInt = Field(600, description="longest wait for other processes, seconds")
+
+
+# ---------------------------------------------------------------------------------------- data
+
+
+class DatasetConfig(Section):
+    """One indexed dataset of a blend."""
+
+    path: FilePath = Field(description="folder written by `steptron data build`")
+    weight: PositiveFloat = Field(1.0, description="share of tokens, relative to the other datasets")
+
+
+class DataConfig(Section):
+    """Training and validation data."""
+
+    train: list[DatasetConfig] = Field(min_length=1, description="datasets to train on, blended by tokens")
+    validation: list[DatasetConfig] = Field(
+        default_factory=list, description="datasets to validate on; the validation split of `train` when empty"
+    )
+    sequence_length: PositiveInt = Field(description="tokens per sequence")
+    document_attention: Literal["isolated", "crossing"] = Field(
+        "isolated", description="whether attention stops at document borders and positions restart there"
+    )
+    seed: NonNegativeInt = Field(1234, description="seed of the order of samples")
+
+
+# --------------------------------------------------------------------------------------- train
+
+
+class ScheduleSegmentConfig(Section):
+    """One segment of a staged learning-rate schedule."""
+
+    steps: PositiveInt = Field(description="length, optimizer steps")
+    kind: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape of the segment")
+    end_lr: NonNegativeFloat = Field(description="learning rate at the end of the segment")
+
+
+class ScheduleConfig(Section):
+    """Learning rate over optimizer steps: linear warm-up from 0, then one shape, or stages."""
+
+    kind: Literal["cosine", "constant", "staged"] = Field("cosine", description="shape after the warm-up")
+    warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up from 0 to `optimizer.lr`")
+    min_lr: NonNegativeFloat = Field(0.0, description="final learning rate of the cosine")
+    segments: list[ScheduleSegmentConfig] = Field(
+        default_factory=list, description="segments after the warm-up, for kind `staged`"
+    )
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd"] = Field(
+        "adamw", description="optimizer; sgd (without momentum) serves comparisons of layouts"
+    )
+    lr: PositiveFloat = Field(description="peak learning rate")
+    beta1: DecayRate = Field(0.9, description="decay of the first moment")
+    beta2: DecayRate = Field(0.95, description="decay of the second moment")
+    eps: PositiveFloat = Field(1e-8, description="epsilon of the denominator")
+    weight_decay: NonNegativeFloat = Field(0.1, description="decoupled weight decay")
+    decay_norms: bool = Field(
+        True, description="apply weight decay to zero-centred norm weights too, as the report's trainer does"
+    )
+    clip_grad_norm: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 turns clipping off")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="learning-rate schedule")
+
+
+class BatchRampConfig(Section):
+    """Batch size ramp: from `start` in equal increments over `sequences` consumed sequences."""
+
+    start: PositiveInt = Field(description="first global batch size, sequences")
+    increment: PositiveInt = Field(description="sequences added at each step of the ramp")
+    sequences: PositiveInt = Field(description="consumed sequences over which the ramp goes")
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    every_steps: PositiveInt | None = Field(None, description="steps between checkpoints; only at the end when unset")
+    keep: PositiveInt = Field(2, description="newest checkpoints that are kept")
+
+
+class ValidationConfig(Section):
+    """Periodic validation."""
+
+    every_steps: PositiveInt | None = Field(None, description="steps between validations; only at the end when unset")
+    batches: PositiveInt = Field(8, description="global batches per validation")
+
+
+class LoggingConfig(Section):
+    """Where progress is written."""
+
+    every_steps: PositiveInt = Field(1, description="steps between records")
+    tensorboard: bool = Field(True, description="write TensorBoard files")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; off when unset")
+
+
+class TrainConfig(Section):
+    """The training loop."""
+
+    output: FilePath = Field(description="folder of the run: checkpoints, logs, plots")
+    steps: PositiveInt = Field(description="optimizer steps")
+    global_batch_size: PositiveInt = Field(description="sequences per optimizer step, over all ranks")
+    micro_batch_size: PositiveInt = Field(description="sequences per forward pass of one rank")
+    batch_ramp: BatchRampConfig | None = Field(None, description="batch-size ramp; none by default")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="dtype of parameters and residual; bf16 keeps fp32 master weights"
+    )
+    seed: NonNegativeInt = Field(1234, description="seed of the initial values")
+    deterministic: bool = Field(False, description="use only deterministic operations")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto takes CUDA where there is one")
+    threads: PositiveInt | None = Field(None, description="CPU threads per process; the cores shared evenly when unset")
+    peak_tflops: PositiveFloat | None = Field(
+        None, description="peak of one device in TFLOP/s, for MFU; known GPUs are looked up"
+    )
+    validation: ValidationConfig = Field(default_factory=ValidationConfig, description="periodic validation")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="progress records")
+
+
+class PretrainConfig(Section):
+    """The whole configuration of `steptron pretrain`."""
+
+    model: ModelConfig = Field(description="the architecture")
+    balance: BalanceConfig = Field(default_factory=BalanceConfig, description="expert balance")
+    loss: LossConfig = Field(default_factory=LossConfig, description="parts of the loss")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout over processes")
+    data: DataConfig = Field(description="data")
+    optimizer: OptimizerConfig = Field(description="optimizer")
+    train: TrainConfig = Field(description="training loop")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_training_of_absent_mtp(cls, values: Any) -> Any:
+        """Without MTP depths the default number of trained ones is 0."""
+        if not isinstance(values, dict):
+            return values
+        model, loss = values.get("model"), values.get("loss", {})
+        if isinstance(model, dict):
+            mtp = model.get("mtp", {})
+            depths = mtp.get("depths", 0) if isinstance(mtp, dict) else None
+        else:
+            depths = model.mtp.depths if isinstance(model, ModelConfig) else None
+        return {**values, "loss": {"mtp_train_depths": 0, **loss}} if depths == 0 and isinstance(loss, dict) else values

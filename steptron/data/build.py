@@ -1,0 +1,445 @@
+"""Builds a dataset folder: read, tokenize, split, write, publish."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from steptron.data.encoding import EncodedBatch, Encoder, parse
+from steptron.data.errors import DataError
+from steptron.data.indexed import IndexedWriter, WrittenFile, smallest_dtype
+from steptron.data.manifest import FileRecord, Manifest, SourceRecord, SplitRecord
+from steptron.data.readers import BadDocument, Fields, InputFile, RawDocument, find_files, read_file
+from steptron.data.staging import check_replaceable, publish, staging_folder
+from steptron.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer, train_tokenizer
+from steptron.data.workers import Batch, encode_in_order
+
+BAD_INPUT_FILE = "bad_input.jsonl"
+EXAMPLES_PER_KIND = 3
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 512
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build.
+
+    Attributes:
+        inputs: folders and files to read.
+        output: folder to write.
+        tokenizer: ``tokenizer.json`` or Hugging Face folder; None trains one.
+        train_vocab_size: vocabulary of the tokenizer to train; None loads one.
+        eod_token: end-of-document token of a loaded tokenizer, where its own files name none or another.
+        tokenizer_bytes: at most about this much text (bytes on disk) trains the tokenizer; a larger
+            corpus is sampled by document.
+        workers: tokenizing processes.
+        validation_fraction: share of the documents in the validation split.
+        fields: names of the text and spans fields.
+        max_bad_fraction: largest share of bad documents that is accepted.
+        pattern: which files of a folder are read; by known extensions when None.
+        seed: decides, with a document's text, its split.
+        force: replace a dataset at ``output``.
+    """
+
+    inputs: list[Path]
+    output: Path
+    tokenizer: Path | None = None
+    train_vocab_size: int | None = None
+    eod_token: str | None = None
+    tokenizer_bytes: int = 2_000_000_000
+    workers: int = 1
+    validation_fraction: float = 0.01
+    fields: Fields = field(default_factory=Fields)
+    max_bad_fraction: float = 0.01
+    pattern: str | None = None
+    seed: int = 1234
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a build is; ``file_bytes`` of ``total_file_bytes`` on disk are done in this phase."""
+
+    phase: str
+    documents: int
+    bad_documents: int
+    file_bytes: int
+    total_file_bytes: int
+
+
+@dataclass
+class BadInputLog:
+    """Counts bad documents and writes each to a JSONL file, in input order.
+
+    Attributes:
+        counts: number by kind.
+        examples: the first few of each kind.
+    """
+
+    path: Path
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[BadDocument]] = field(default_factory=lambda: defaultdict(list))
+    _file: IO[str] | None = None
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def add(self, bad: BadDocument) -> None:
+        self.counts[bad.kind] += 1
+        if len(self.examples[bad.kind]) < EXAMPLES_PER_KIND:
+            self.examples[bad.kind].append(bad)
+        if self._file is None:
+            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close
+        self._file.write(json.dumps(dataclasses.asdict(bad), ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """A finished dataset, what was left out of it, and files in folders that were not read."""
+
+    manifest: Manifest
+    bad: BadInputLog
+    files_left_out: int
+
+
+class TooManyBadDocuments(DataError):
+    """The share of bad documents is past the limit.
+
+    Attributes:
+        bad: counts and examples; ``bad.path`` is the full report.
+    """
+
+    def __init__(self, message: str, bad: BadInputLog) -> None:
+        super().__init__(message)
+        self.bad = bad
+
+
+def build_dataset(options: BuildOptions, report: Callable[[Progress], None] = lambda _: None) -> BuildResult:
+    """Builds a dataset. Nothing appears at ``options.output`` unless all of it does.
+
+    The files depend on the options and the inputs' content only, not on ``workers`` or time.
+
+    Raises:
+        TooManyBadDocuments: past ``max_bad_fraction``; only the report of bad input is left.
+        DataError: a wrong option, unusable inputs or tokenizer; nothing is left.
+    """
+    _check_options(options)
+    check_replaceable(options.output, options.force, BAD_INPUT_FILE)
+    files, files_left_out = find_files(options.inputs, options.pattern)
+    tokenizer = _load_or_train_tokenizer(options, files, report)
+    with staging_folder(options.output) as folder:
+        bad = BadInputLog(folder / BAD_INPUT_FILE)
+        try:
+            manifest = _write_dataset(options, files, tokenizer, folder, bad, report)
+        except TooManyBadDocuments as error:
+            bad.close()
+            bad.path = _keep_report(bad.path, options.output)
+            raise TooManyBadDocuments(f"{error}; all of them: {bad.path}", bad) from None
+        publish(folder, options.output)
+        bad.path = options.output / BAD_INPUT_FILE
+    return BuildResult(manifest, bad, files_left_out)
+
+
+def read_texts(
+    files: list[InputFile], fields: Fields, keep_fraction: float = 1.0, on_bytes: Callable[[int], None] = lambda _: None
+) -> Iterator[str]:
+    """Texts of the readable documents, to train a tokenizer on; bad ones are passed over.
+
+    Args:
+        files: what to read.
+        fields: names of the fields.
+        keep_fraction: share of the documents to keep, decided by a hash of each.
+        on_bytes: called with the bytes on disk that were read since the last call.
+    """
+    for file in files:
+        position = 0
+        for item in read_file(file, fields):
+            on_bytes(item.file_bytes_read - position)
+            position = item.file_bytes_read
+            if isinstance(item.document, BadDocument) or not _is_kept(item.document.payload, keep_fraction):
+                continue
+            document = parse(item.document, fields)
+            if not isinstance(document, BadDocument):
+                yield document.text
+
+
+def _check_options(options: BuildOptions) -> None:
+    if (options.tokenizer is None) == (options.train_vocab_size is None):
+        raise DataError("give either --tokenizer (load one) or --train-tokenizer (train one), and not both")
+    if options.train_vocab_size is not None and options.train_vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(f"--train-tokenizer {options.train_vocab_size}: at least {SMALLEST_VOCABULARY} are needed")
+    if options.train_vocab_size is not None and options.eod_token is not None:
+        raise DataError("--eod-token belongs to a loaded tokenizer; one trained here ends documents with <|endoftext|>")
+    if options.workers < 1:
+        raise DataError(f"--workers {options.workers}: at least 1 process is needed")
+    if not 0 <= options.validation_fraction < 1:
+        raise DataError(f"--validation-fraction {options.validation_fraction}: must be at least 0 and below 1")
+    if not 0 <= options.max_bad_fraction <= 1:
+        raise DataError(f"--max-bad-fraction {options.max_bad_fraction}: must be between 0 and 1")
+    if not 0 <= options.seed < 2**63:
+        raise DataError(f"--seed {options.seed}: must be at least 0 and below 2^63")
+
+
+def _load_or_train_tokenizer(
+    options: BuildOptions, files: list[InputFile], report: Callable[[Progress], None]
+) -> Tokenizer:
+    if options.tokenizer is not None:
+        return Tokenizer.load(options.tokenizer, options.eod_token)
+    assert options.train_vocab_size is not None
+    return train_tokenizer_on(files, options.fields, options.train_vocab_size, options.tokenizer_bytes, report)
+
+
+def train_tokenizer_on(
+    files: list[InputFile],
+    fields: Fields,
+    vocab_size: int,
+    max_bytes: int = 2_000_000_000,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> Tokenizer:
+    """Trains a tokenizer on files, or on a sample of about ``max_bytes`` bytes of them.
+
+    Raises:
+        DataError: the vocabulary is too small, or no document could be read.
+    """
+    total = sum(file.size for file in files)
+    done = documents = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+
+    def counted() -> Iterator[str]:
+        nonlocal documents
+        for text in read_texts(files, fields, max_bytes / max(total, 1), on_bytes):
+            documents += 1
+            report(Progress("tokenizer", documents, 0, done, total))
+            yield text
+
+    tokenizer = train_tokenizer(counted(), vocab_size)
+    if documents == 0:
+        raise DataError("no document could be read to train the tokenizer on; check --text-field and the files")
+    return tokenizer
+
+
+class _SplitWriter:
+    """One split on disk: tokens, loss mask once a document has spans, and the counts of the manifest."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, vocab_size: int, stack: ExitStack) -> None:
+        self._folder = folder
+        self._name = name
+        self._stack = stack
+        self._tokens = stack.enter_context(IndexedWriter(folder / name, dtype))
+        self._loss_mask: IndexedWriter | None = None
+        self._lengths: list[np.ndarray] = []
+        self.token_counts_V = np.zeros(vocab_size, np.int64)
+        self.documents = self.text_bytes = 0
+
+    def add(self, tokens_T: np.ndarray, loss_mask_T: np.ndarray | None, lengths_D: np.ndarray, text_bytes: int) -> None:
+        if loss_mask_T is not None and self._loss_mask is None:
+            self._loss_mask = self._stack.enter_context(
+                IndexedWriter(self._folder / f"{self._name}.loss_mask", np.dtype("u1"))
+            )
+            for lengths in self._lengths:
+                self._loss_mask.add(np.ones(int(lengths.sum()), np.uint8), lengths)
+        self._tokens.add(tokens_T, lengths_D)
+        if self._loss_mask is not None:
+            mask_T = np.ones(tokens_T.size, np.uint8) if loss_mask_T is None else loss_mask_T
+            self._loss_mask.add(mask_T, lengths_D)
+        else:
+            self._lengths.append(lengths_D)
+        counted_T = tokens_T if loss_mask_T is None else tokens_T[loss_mask_T == 1]
+        self.token_counts_V += np.bincount(counted_T, minlength=self.token_counts_V.size)
+        self.documents += lengths_D.size
+        self.text_bytes += text_bytes
+
+    def finish(self) -> list[WrittenFile]:
+        """Writes the indices; a split without documents leaves no file (an empty one cannot be mapped)."""
+        files = self._tokens.finish()
+        if self._loss_mask is not None:
+            files += self._loss_mask.finish()
+        if self.documents == 0:
+            for file in files:
+                (self._folder / file.name).unlink()
+            return []
+        return files
+
+    def record(self, train_counts_V: np.ndarray) -> SplitRecord:
+        smoothed_V = (train_counts_V + 1) / (train_counts_V.sum() + train_counts_V.size)
+        total = int(self.token_counts_V.sum())
+        return SplitRecord(
+            documents=self.documents,
+            tokens=self._tokens.num_tokens,
+            masked_tokens=self._tokens.num_tokens - total,
+            bytes=self.text_bytes,
+            loss_mask=self._loss_mask is not None,
+            unigram_entropy=_cross_entropy(self.token_counts_V, self.token_counts_V / max(total, 1)),
+            unigram_cross_entropy=_cross_entropy(self.token_counts_V, smoothed_V),
+        )
+
+
+def _write_dataset(
+    options: BuildOptions,
+    files: list[InputFile],
+    tokenizer: Tokenizer,
+    folder: Path,
+    bad: BadInputLog,
+    report: Callable[[Progress], None],
+) -> Manifest:
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    encoder = Encoder(tokenizer, options.fields, options.seed, options.validation_fraction, dtype)
+    total_bytes = sum(file.size for file in files)
+    bytes_of_batch: list[int] = []  # filled by the reader, taken as results arrive, in the same order
+    source_documents = np.zeros(len(options.inputs), np.int64)
+    source_bytes = np.zeros(len(options.inputs), np.int64)
+    with ExitStack() as stack:
+        stack.callback(bad.close)
+        splits = {
+            name: _SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in ("train", "validation")
+        }
+        done_bytes = documents = 0
+        batches = _read_batches(files, options.fields, bytes_of_batch)
+        results = encode_in_order(batches, encoder, options.workers)
+        stack.callback(results.close)
+        for number, encoded in enumerate(results):
+            for document in encoded.bad:
+                bad.add(document)
+            for name, writer in splits.items():
+                _add_selected(writer, encoded, encoded.validation_D == (name == "validation"))
+            np.add.at(source_documents, encoded.sources_D, 1)
+            np.add.at(source_bytes, encoded.sources_D, encoded.text_bytes_D)
+            documents += encoded.lengths_D.size
+            done_bytes += bytes_of_batch[number]
+            report(Progress("tokens", documents, bad.total, done_bytes, total_bytes))
+            _check_bad_share_early(options, bad, documents, done_bytes / max(total_bytes, 1))
+        _check_bad_share(options, bad, documents)
+        if documents == 0:
+            raise DataError(f"none of the {bad.total} documents could be read")
+        if splits["train"].documents == 0:
+            raise DataError(
+                f"all {documents} documents fell into the validation split; lower --validation-fraction, or set it to 0"
+            )
+        written = [file for writer in splits.values() for file in writer.finish()]
+    tokenizer.save(folder)
+    train_counts_V = splits["train"].token_counts_V
+    content = hashlib.sha256(f"{tokenizer.hash} {tokenizer.eod_id}".encode())
+    for file in written:
+        content.update(f" {file.name} {file.sha256}".encode())
+    manifest = Manifest(
+        vocabulary_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        tokenizer_hash=tokenizer.hash,
+        dtype=dtype.name,
+        seed=options.seed,
+        validation_fraction=options.validation_fraction,
+        bad_documents=bad.total,
+        train=splits["train"].record(train_counts_V),
+        validation=splits["validation"].record(train_counts_V),
+        sources=[
+            SourceRecord(
+                path=str(given),
+                files=sum(file.source == number for file in files),
+                documents=int(source_documents[number]),
+                bytes=int(source_bytes[number]),
+            )
+            for number, given in enumerate(options.inputs)
+        ],
+        files={file.name: FileRecord(size=file.size, sha256=file.sha256) for file in written},
+        content_hash=content.hexdigest(),
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _read_batches(files: list[InputFile], fields: Fields, bytes_of_batch: list[int]) -> Iterator[Batch]:
+    """Cuts the documents of all files into batches whose borders depend on the input alone."""
+    batch: Batch = []
+    payload = file_bytes = 0
+    for file in files:
+        position = 0
+        for item in read_file(file, fields):
+            batch.append(item.document)
+            payload += len(item.document.payload) if isinstance(item.document, RawDocument) else 0
+            file_bytes += item.file_bytes_read - position
+            position = item.file_bytes_read
+            if payload >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+                bytes_of_batch.append(file_bytes)
+                yield batch
+                batch, payload, file_bytes = [], 0, 0
+    if batch:
+        bytes_of_batch.append(file_bytes)
+        yield batch
+
+
+def _add_selected(writer: _SplitWriter, encoded: EncodedBatch, selected_D: np.ndarray) -> None:
+    if not selected_D.any():
+        return
+    selected_T = np.repeat(selected_D, encoded.lengths_D)
+    writer.add(
+        encoded.tokens_T[selected_T],
+        None if encoded.loss_mask_T is None else encoded.loss_mask_T[selected_T],
+        encoded.lengths_D[selected_D],
+        int(encoded.text_bytes_D[selected_D].sum()),
+    )
+
+
+def _check_bad_share(options: BuildOptions, bad: BadInputLog, documents: int) -> None:
+    total = bad.total + documents
+    if total and bad.total > options.max_bad_fraction * total:
+        raise TooManyBadDocuments(
+            f"{bad.total} of {total} documents are bad ({bad.total / total:.2%}), "
+            f"more than --max-bad-fraction {options.max_bad_fraction:g} allows",
+            bad,
+        )
+
+
+def _check_bad_share_early(options: BuildOptions, bad: BadInputLog, documents: int, fraction_read: float) -> None:
+    """Spares the rest of a hopeless build: stops once the bad documents so far exceed twice what is
+    allowed for the whole input, its number of documents extrapolated from the bytes read."""
+    expected_total = (bad.total + documents) / max(fraction_read, 1e-9)
+    if bad.total > 2 * options.max_bad_fraction * expected_total and bad.total >= 1000:
+        raise TooManyBadDocuments(
+            f"{bad.total} of the first {bad.total + documents} documents are bad, far more than --max-bad-fraction "
+            f"{options.max_bad_fraction:g} allows; stopped after {fraction_read:.0%} of the input",
+            bad,
+        )
+
+
+def _keep_report(report: Path, output: Path) -> Path:
+    """Moves the report into the output folder, or beside it if a dataset lives there."""
+    kept = output / BAD_INPUT_FILE
+    if output.exists() and any(path.name != BAD_INPUT_FILE for path in output.iterdir()):
+        kept = output.with_name(f"{output.name}.{BAD_INPUT_FILE}")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(report, kept)
+    return kept
+
+
+def _is_kept(payload: bytes, fraction: float) -> bool:
+    if fraction >= 1:
+        return True
+    digest = hashlib.blake2b(payload, digest_size=8, person=b"tokenizer-sample").digest()
+    return int.from_bytes(digest, "little") < fraction * 2.0**64
+
+
+def _cross_entropy(counts_V: np.ndarray, probabilities_V: np.ndarray) -> float:
+    """-sum p log q in nats, p the frequencies of ``counts_V``; 0 without counts."""
+    seen_V = counts_V > 0
+    if not seen_V.any():
+        return 0.0
+    frequencies = counts_V[seen_V] / counts_V.sum()
+    return float(-(frequencies * np.log(probabilities_V[seen_V])).sum())

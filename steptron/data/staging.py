@@ -1,0 +1,108 @@
+"""Folders that appear complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from steptron.data.errors import DataError
+from steptron.data.manifest import MANIFEST_FILE
+
+
+def check_replaceable(output: Path, force: bool, disposable: str) -> None:
+    """Checks that a dataset may be written to ``output``.
+
+    Args:
+        output: the folder to be.
+        force: whether a dataset there may be replaced. Anything else is never replaced.
+        disposable: name of a file that may be replaced when it is all there is.
+
+    Raises:
+        DataError: something is there that must not be replaced.
+    """
+    if not output.exists() and not output.is_symlink():
+        return
+    if output.is_dir() and not output.is_symlink():
+        names = {path.name for path in output.iterdir()}
+        if names <= {disposable}:
+            return
+        if MANIFEST_FILE in names:
+            if force:
+                return
+            raise DataError(f"{output}: holds a dataset; name another folder, or replace it with --force")
+    raise DataError(f"{output}: exists and is not a dataset; name another folder")
+
+
+@contextlib.contextmanager
+def staging_folder(output: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside ``output``; removes it at the end, whatever happened.
+
+    Folders that a killed process left there are removed first. They are told from those in use by a
+    file lock, which the kernel releases with its process.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{output.name}.building-"
+    for leftover in output.parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            lock = _lock(leftover)
+            shutil.rmtree(leftover)
+            os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
+    lock = _lock(folder)
+    try:
+        folder.chmod(0o777 & ~_umask())
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def publish(folder: Path, output: Path) -> None:
+    """Moves a finished folder to ``output``, replacing what ``check_replaceable`` allowed.
+
+    What was there before is moved aside first, and moved back if the new folder cannot take its place;
+    should the process die between the two renames, it stays aside as ``.NAME.replaced-*``.
+    """
+    _flush_folder(folder)
+    if not output.exists():
+        os.rename(folder, output)
+    else:
+        aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.replaced-", dir=output.parent))
+        os.rename(output, aside)
+        try:
+            os.rename(folder, output)
+        except BaseException:
+            os.rename(aside, output)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    _flush_folder(output.parent)
+
+
+def _lock(folder: Path) -> int:
+    """Locks a folder; raises OSError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,13 @@
+"""The optimizer that the configuration names."""
+
+from __future__ import annotations
+
+from steptron.config.schema import OptimizerConfig
+from steptron.optim.adamw import AdamW
+from steptron.optim.base import NamedParameter, Optimizer
+from steptron.optim.sgd import Sgd
+
+
+def build_optimizer(config: OptimizerConfig, parameters: list[NamedParameter]) -> Optimizer:
+    """Builds the optimizer over this process's trained parameters."""
+    return {"adamw": AdamW, "sgd": Sgd}[config.name](config, parameters)

@@ -1,0 +1,136 @@
+"""Flat fp32 gradient buffers, reduced over their own data-parallel group while the backward runs.
+
+One buffer for the parameters that every data-parallel rank holds, one for the experts that only
+expert-data-parallel ranks share. Gradients are sums (losses are divided by global token counts
+before the backward), so both are reduced by plain addition and nothing is rescaled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+
+from steptron.model.assembly import StepModel
+
+_BUCKET_ELEMENTS = 1 << 24
+"""Elements of one reduction (64 MiB in fp32): large enough for bandwidth, small enough to overlap."""
+
+
+class _Bucket:
+    """A slice of the buffer that is reduced at once, when all its gradients are there."""
+
+    def __init__(self, data: torch.Tensor, num_parameters: int) -> None:
+        self.data = data
+        self.num_parameters = num_parameters
+        self.num_ready = 0
+        self.work: dist.Work | None = None
+
+
+class GradientBuffer:
+    """Accumulates the gradients of some parameters in fp32 and adds them up over a group.
+
+    Every parameter gets ``main_grad``, a view of the buffer in its own shape. Parameters lie in
+    reverse order, the order in which the backward reaches them; buckets are reduced strictly in
+    that order, so that all ranks issue the same collectives.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.sync_enabled = True
+        total = sum(parameter.numel() for parameter in parameters)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.data = torch.zeros(total, dtype=torch.float32, device=device)
+        self._buckets: list[_Bucket] = []
+        self._next = 0
+        offset = bucket_start = bucket_parameters = 0
+        for i, parameter in enumerate(reversed(parameters)):
+            end = offset + parameter.numel()
+            parameter.main_grad = self.data[offset:end].view(parameter.shape)  # type: ignore[attr-defined]
+            offset, bucket_parameters = end, bucket_parameters + 1
+            bucket_index = len(self._buckets)
+            parameter.register_post_accumulate_grad_hook(lambda p, b=bucket_index: self._accumulate(p, b))  # type: ignore[misc]
+            if end - bucket_start >= _BUCKET_ELEMENTS or i == len(parameters) - 1:
+                self._buckets.append(_Bucket(self.data[bucket_start:end], bucket_parameters))
+                bucket_start, bucket_parameters = end, 0
+
+    def zero(self) -> None:
+        """Clears the gradients before a step."""
+        self.data.zero_()
+        for bucket in self._buckets:
+            bucket.num_ready, bucket.work = 0, None
+        self._next = 0
+
+    def finish(self) -> None:
+        """Reduces what has not been reduced yet and waits for all of it."""
+        if self.group.size() == 1:
+            return
+        while self._next < len(self._buckets):
+            self._reduce_next()
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+
+    def _accumulate(self, parameter: torch.nn.Parameter, bucket_index: int) -> None:
+        assert parameter.grad is not None
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
+        if self.sync_enabled and self.group.size() > 1:
+            self._buckets[bucket_index].num_ready += 1
+            while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
+                self._reduce_next()
+
+    @staticmethod
+    def _is_ready(bucket: _Bucket) -> bool:
+        return bucket.num_ready == bucket.num_parameters
+
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._next]
+        bucket.work = dist.all_reduce(bucket.data, group=self.group, async_op=True)
+        self._next += 1
+
+
+class DataParallel(MegatronModule):
+    """A model stage with its gradient buffers, behind the interface that Megatron's schedules drive."""
+
+    def __init__(self, module: StepModel, data_group: dist.ProcessGroup, expert_data_group: dist.ProcessGroup) -> None:
+        super().__init__(module.config)
+        self.module = module
+        expert_names = {parameter.name for parameter in module.spec.parameters() if parameter.is_expert}
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.buffers = [
+            GradientBuffer([p for name, p in trained if name not in expert_names], data_group),
+            GradientBuffer([p for name, p in trained if name in expert_names], expert_data_group),
+        ]
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward passes accumulate and do not reduce (all but the last micro-batch)."""
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(True)
+
+    def zero_grad_buffer(self) -> None:
+        """Clears the gradients before a step."""
+        for buffer in self.buffers:
+            buffer.zero()
+
+    def start_grad_sync(self, *unused: object) -> None:
+        """Reductions start by themselves as gradients arrive; part of Megatron's interface."""
+
+    def finish_grad_sync(self, **unused: object) -> None:
+        """Completes the reduction of every gradient."""
+        for buffer in self.buffers:
+            buffer.finish()
+
+    def _set_sync(self, enabled: bool) -> None:
+        for buffer in self.buffers:
+            buffer.sync_enabled = enabled

@@ -1,0 +1,47 @@
+"""The global gradient norm, each gradient counted once, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from steptron.parallel.gradient_buffer import DataParallel
+from steptron.parallel.mesh import Mesh
+
+
+@torch.no_grad()
+def gradient_norm(model: DataParallel, mesh: Mesh) -> float:
+    """Norm over every gradient of the whole model.
+
+    Data-parallel ranks hold equal gradients and count once; stages add up; experts add up over the
+    expert-parallel ranks too; the last stage's copy of the embedding does not count. Squares are
+    added in float64.
+    """
+    expert_names = {parameter.name for parameter in model.module.spec.parameters() if parameter.is_expert}
+    shared: list[torch.Tensor] = []
+    experts: list[torch.Tensor] = []
+    for name, parameter in model.module.named_parameters():
+        if not parameter.requires_grad or (name == "embedding.weight" and model.module.embedding_is_copy):
+            continue
+        (experts if name in expert_names else shared).append(parameter.main_grad)
+    squares = torch.stack([_sum_of_squares(shared), _sum_of_squares(experts)])
+    if mesh.expert_size > 1:
+        dist.all_reduce(squares[1], group=mesh.groups.ep)
+    if mesh.pipeline_size > 1:
+        dist.all_reduce(squares, group=mesh.groups.pp)
+    return float(squares.sum().sqrt())
+
+
+@torch.no_grad()
+def clip_gradients(model: DataParallel, norm: float, max_norm: float) -> None:
+    """Scales all gradients by max_norm / norm when the norm is larger."""
+    if norm > max_norm:
+        for buffer in model.buffers:
+            buffer.data.mul_(max_norm / (norm + 1e-6))
+
+
+def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(gradients)
+    return torch.stack(norms).double().square().sum()

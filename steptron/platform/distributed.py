@@ -1,0 +1,133 @@
+"""Joining the other processes of a run, and leaving them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from steptron.errors import UserError
+from steptron.platform import megatron_cpu
+from steptron.platform.device import backend
+from steptron.platform.launch import LISTEN_FD
+from steptron.platform.world import World, world
+
+__all__ = ["World", "initialize", "meet", "shutdown", "world"]
+
+_NAMED_RANKS = 16  # absent ranks that a message lists
+
+
+def initialize(device: torch.device, timeout_seconds: float) -> None:
+    """Joins the default process group, alone, from torchrun's environment or from SLURM's.
+
+    On the CPU, Megatron-Core's compatibility is installed first. On CUDA, the process takes the GPU
+    of its local rank.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (NCCL).
+        timeout_seconds: longest wait for the other processes, here and in every collective.
+
+    Raises:
+        UserError: processes are missing after the timeout; the message names them.
+    """
+    place = world()
+    timeout = timedelta(seconds=timeout_seconds)
+    if device.type == "cuda":
+        _take_gpu(place)
+    else:
+        megatron_cpu.install()
+    store = dist.HashStore() if place.master is None else meet(place, timeout)
+    dist.init_process_group(
+        backend(device),
+        store=dist.PrefixStore("default", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+        device_id=torch.device("cuda", place.local_rank) if device.type == "cuda" else None,
+    )
+
+
+def shutdown() -> None:
+    """Leaves the process group, if this process is in one, and drops Megatron-Core's groups."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _take_gpu(place: World) -> None:
+    count = torch.cuda.device_count()
+    if place.local_rank >= count:
+        raise UserError(
+            f"{place.local_size} processes on {socket.gethostname()}, but it has {count} visible GPUs: "
+            "start one process per GPU, or set device to 'cpu'"
+        )
+    torch.cuda.set_device(place.local_rank)
+
+
+def meet(place: World, timeout: timedelta) -> dist.Store:
+    """Connects to the store at the master's address and waits until every rank has done so.
+
+    Args:
+        place: this process among more than one, with the master's address.
+        timeout: longest wait.
+
+    Raises:
+        UserError: ranks are missing after the timeout; the message names them.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    store = _connect(place, timeout)
+    store.set(f"arrived/{place.rank}", socket.gethostname())
+    # One key for all: waiting for each rank's own would cost size^2 registrations.
+    if store.add("arrived", 1) == place.size:
+        store.set("complete", "")
+    left = max(deadline - time.monotonic(), 1.0)
+    try:
+        store.wait(["complete"], timedelta(seconds=left))
+    except dist.DistError as error:
+        raise UserError(_missing_message(store, place, timeout)) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _connect(place: World, timeout: timedelta) -> dist.Store:
+    assert place.master is not None
+    host, port = place.master
+    # torchrun's agent may hold the store itself: then every rank is a client.
+    is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listening = os.environ.pop(LISTEN_FD, None) if is_server else None
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            place.size,
+            is_master=is_server,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=int(listening) if listening is not None else None,
+        )
+    except dist.DistError as error:
+        if is_server:
+            raise UserError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
+        raise UserError(
+            f"rank {place.rank} of {place.size} on {socket.gethostname()} could not reach rank 0 at {host}:{port} "
+            f"within {timeout.total_seconds():g} s: rank 0 did not start, or the address is wrong or blocked"
+        ) from error
+
+
+def _missing_message(store: dist.Store, place: World, timeout: timedelta) -> str:
+    assert place.master is not None
+    where = f"at {place.master[0]}:{place.master[1]}"
+    try:
+        missing = [rank for rank in range(place.size) if not store.check([f"arrived/{rank}"])]
+    except dist.DistError:
+        return f"rank 0 of {place.size} went away {where} while rank {place.rank} waited for the others"
+    names = ", ".join(map(str, missing[:_NAMED_RANKS])) + (" …" if len(missing) > _NAMED_RANKS else "")
+    which = f"rank {names}" if len(missing) == 1 else f"ranks {names} ({len(missing)} in all)"
+    return f"{which} of {place.size} did not arrive {where} within {timeout.total_seconds():g} s"

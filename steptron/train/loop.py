@@ -1,0 +1,168 @@
+"""The pre-training loop."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from steptron.checkpoint import save_load
+from steptron.checkpoint.folder import list_checkpoints
+from steptron.checkpoint.save_load import Progress
+from steptron.config.schema import PretrainConfig
+from steptron.data.batch import MicroBatch
+from steptron.data.sampler import SampleSource
+from steptron.optim.schedule import bias_update_rate, learning_rate
+from steptron.parallel.mesh import Mesh, build_mesh
+from steptron.platform import determinism, distributed
+from steptron.platform.device import select_device, set_threads
+from steptron.train.batch_schedule import BatchSchedule
+from steptron.train.meter import Meter
+from steptron.train.plot import plot_losses
+from steptron.train.records import ValidationRecord
+from steptron.train.sinks import LOG_NAME, Sinks, make_sinks
+from steptron.train.step import TrainStep
+from steptron.train.stop import StopRequest
+
+
+class Pretraining:
+    """One run: data, step, records and checkpoints put together.
+
+    Args:
+        config: the whole configuration, already checked against the world size.
+        fresh: start over, deleting the run's earlier checkpoints and log.
+    """
+
+    def __init__(self, config: PretrainConfig, fresh: bool = False) -> None:
+        self.config = config
+        self.device = select_device(config.train.device)
+        set_threads(config.train.threads, distributed.world().local_size)
+        distributed.initialize(self.device, config.parallel.timeout_seconds)
+        determinism.use_deterministic_algorithms(config.train.deterministic)
+        self.is_reporter = dist.get_rank() == 0
+        self.mesh: Mesh = build_mesh(config.parallel)
+        self.train_data = SampleSource(config.data.train, "train", config.data)
+        self.validation_data = SampleSource(config.data.validation or config.data.train, "validation", config.data)
+        for source in (self.train_data, self.validation_data):
+            source.check_vocabulary(config.model.vocab_size)
+        self.step = TrainStep(config, self.mesh, self.device)
+        self.batches = BatchSchedule(config.train)
+        if fresh:
+            self._delete_run()
+        self.progress = self._resume()
+
+    def run(self) -> bool:
+        """Trains to the configured number of steps.
+
+        Returns:
+            Whether the run is complete; False when it was asked to stop and wrote a checkpoint.
+        """
+        if self.progress.step >= self.config.train.steps:
+            self._say(f"nothing to do: step {self.progress.step} of {self.config.train.steps} is done")
+            return True
+        with StopRequest() as stop, self._sinks() as sinks:
+            complete = self._train(stop, sinks)
+        if self.is_reporter:
+            self._plot()
+        return complete
+
+    def _train(self, stop: StopRequest, sinks: Sinks) -> bool:
+        train = self.config.train
+        meter = Meter(self.config, self.mesh, self.device)
+        saved_step = self.progress.step
+        while self.progress.step < train.steps:
+            index = self.progress.step
+            lr = learning_rate(self.config.optimizer, index, train.steps)
+            bias_rate = 0.0 if self.config.balance.freeze_router else bias_update_rate(self.config.balance.bias, index)
+            batch_size = self.batches.global_batch_size(self.progress.consumed_sequences)
+            waited = time.perf_counter()
+            batches = self._global_batch(self.train_data, self.progress.consumed_sequences, batch_size)
+            data_seconds = time.perf_counter() - waited
+            result = self.step.run(batches, lr, bias_rate, stop.requested)
+            self.progress = Progress(
+                step=index + 1,
+                consumed_sequences=self.progress.consumed_sequences + batch_size,
+                consumed_tokens=self.progress.consumed_tokens + result.counts.valid,
+            )
+            meter.count(result, data_seconds)
+            done = self.progress.step == train.steps
+            if _due(self.progress.step, train.logging.every_steps) or done or result.stop_requested:
+                sinks.write(meter.record(self.progress, result, batch_size, lr, bias_rate))
+            if _due(self.progress.step, train.validation.every_steps) or done:
+                self._validate(sinks)
+                meter.restart()
+            if _due(self.progress.step, train.checkpoint.every_steps) or done or result.stop_requested:
+                self._save()
+                saved_step = self.progress.step
+                meter.restart()
+            if result.stop_requested and not done:
+                self._say(f"stopped as asked after step {saved_step}; the same command goes on from there")
+                return False
+        return True
+
+    def _global_batch(self, source: SampleSource, first: int, batch_size: int) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches of the sequences first … first + batch_size - 1.
+
+        Micro-batch j of the global batch is the same sequences under every layout; data-parallel
+        ranks take them in turn.
+        """
+        size = self.config.train.micro_batch_size
+        own = range(first + self.mesh.data_rank * size, first + batch_size, self.mesh.data_size * size)
+        return [source.micro_batch(start, size).to(self.device) for start in own]
+
+    def _validate(self, sinks: Sinks) -> None:
+        """Mean losses over the first sequences of the validation split, always the same ones."""
+        batch_size = self.config.train.global_batch_size
+        available = -(-(self.validation_data.num_samples or 0) // batch_size)
+        sums = torch.zeros(1 + self.config.loss.mtp_train_depths, dtype=torch.float64)
+        targets = torch.zeros_like(sums)
+        for i in range(min(self.config.train.validation.batches, available)):
+            batch_sums, counts = self.step.evaluate(self._global_batch(self.validation_data, i * batch_size, batch_size))
+            sums += batch_sums.cpu()
+            targets += torch.tensor(counts.targets, dtype=torch.float64)
+        lm, *mtp = (sums / targets.clamp(min=1)).tolist()
+        records = [dataset.manifest.validation for dataset in self.validation_data.datasets]
+        tokens_per_byte = sum(r.tokens for r in records) / sum(r.bytes for r in records)
+        sinks.write(ValidationRecord(self.progress.step, lm, tuple(mtp), lm / math.log(2) * tokens_per_byte))
+
+    def _save(self) -> Path:
+        return save_load.save(self.config, self.progress, self.step.module, self.step.optimizer, self.mesh)
+
+    def _resume(self) -> Progress:
+        checkpoints = list_checkpoints(self.config.train.output)
+        if not checkpoints:
+            return Progress()
+        progress = save_load.load(checkpoints[-1], self.step.module, self.step.optimizer, self.mesh)
+        self._say(f"resuming from {checkpoints[-1]} (step {progress.step})")
+        return progress
+
+    def _delete_run(self) -> None:
+        if self.is_reporter:
+            shutil.rmtree(self.config.train.output / "checkpoints", ignore_errors=True)
+            (self.config.train.output / LOG_NAME).unlink(missing_ok=True)
+        dist.barrier()
+
+    def _sinks(self) -> Sinks:
+        if not self.is_reporter:
+            return Sinks([])
+        return make_sinks(self.config, self.config.train.output, self.progress.step)
+
+    def _plot(self) -> None:
+        output = self.config.train.output
+        records = [dataset.manifest.validation for dataset in self.validation_data.datasets]
+        entropy = sum(r.unigram_entropy * r.tokens for r in records) / sum(r.tokens for r in records)
+        lines = {"unigram entropy of the validation data": entropy}
+        plot_losses(output / LOG_NAME, output / "loss.png", lines)
+        self._say(f"loss plot: {output / 'loss.png'}")
+
+    def _say(self, text: str) -> None:
+        if self.is_reporter:
+            print(text, flush=True)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

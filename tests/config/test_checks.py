@@ -1,0 +1,470 @@
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+
+import pytest
+
+from steptron.config import checks
+from steptron.config.checks import check, smallest_world_size
+from steptron.config.loader import load
+from steptron.config.schema import ParallelConfig, PretrainConfig
+from steptron.errors import ConfigError
+from tests.config.samples import MINIMAL, write
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(*overrides: str) -> PretrainConfig:
+    return load(write(Path(), "run.yaml", MINIMAL), overrides).config
+
+
+def problems(*overrides: str, world_size: int = 1, check_data: bool = False) -> tuple[str, ...]:
+    """Problems of the sample (5 layers, the first dense; 8 experts top 2; batch 4 = 2 x 2) after overrides."""
+    with pytest.raises(ConfigError) as caught:
+        check(config(*overrides), world_size, "cpu", check_data=check_data)
+    return caught.value.problems
+
+
+ALL_DENSE = "model.num_dense_layers=5"
+STAGED = "optimizer.schedule={kind: staged, warmup_steps: 2, segments: [{steps: 7, end_lr: 1e-4}]}"
+
+# Overrides, number of processes, the one problem.
+REFUSED = [
+    # ------------------------------------------------------------------------------------- model
+    (
+        ["model.layout=S3"],
+        1,
+        "model.layout: layout 'S3' is not understood: expected FFFF, S1F1 or S3F1 (any S<n>F<m>), "
+        "followed by any of +heads, +gate, +sink",
+    ),
+    (["model.layout=S3F1+gate+gate"], 1, "model.layout: layout 'S3F1+gate+gate' names an option twice"),
+    (
+        ["model.layout=S0F1"],
+        1,
+        "model.layout: layout 'S0F1': counts must be at least 1 (use FFFF for full attention everywhere)",
+    ),
+    (
+        ["model.layout=FFFF+heads"],
+        1,
+        "model.layout (FFFF+heads) asks for +heads, but the model has no sliding layer: "
+        "drop +heads, or take S1F1 or S3F1 (or model.mtp.depths above 0, whose layers slide)",
+    ),
+    (
+        ["model.full.num_heads=5"],
+        1,
+        "model.full.num_heads (5) must be a multiple of model.full.num_kv_groups (2)",
+    ),
+    (
+        ["model.sliding.num_heads=7"],
+        1,
+        "model.sliding.num_heads (7) must be a multiple of model.sliding.num_kv_groups (2)",
+    ),
+    (
+        ["model.layout=S3F1+gate", "model.sliding.num_kv_groups=3"],
+        1,
+        "model.full.num_heads (4) must be a multiple of model.sliding.num_kv_groups (3) "
+        "(without +heads in model.layout, sliding layers take it too)",
+    ),
+    (
+        ["model.full.rope.rotary_fraction=0.3125"],
+        1,
+        "model.full.rope.rotary_fraction (0.3125) x model.head_dim (16) gives 5 rotated dimensions: "
+        "it must be a positive even number",
+    ),
+    (
+        ["model.sliding.rope.rotary_fraction=0.4"],
+        1,
+        "model.sliding.rope.rotary_fraction (0.4) x model.head_dim (16) gives 6.4 rotated dimensions: "
+        "it must be a positive even number",
+    ),
+    (
+        ["model.full.rope.rotary_fraction=1e-9"],
+        1,
+        "model.full.rope.rotary_fraction (1e-09) x model.head_dim (16) gives 1.6e-08 rotated dimensions: "
+        "it must be a positive even number",
+    ),
+    (
+        ["model.full.rope.scaling={factor: 2, original_length: 64, low_freq_factor: 4, high_freq_factor: 4}"],
+        1,
+        "model.full.rope.scaling.low_freq_factor (4.0) must be less than high_freq_factor (4.0)",
+    ),
+    (
+        ["model.num_dense_layers=6"],
+        1,
+        "model.num_dense_layers (6) must not exceed model.num_layers (5)",
+    ),
+    (
+        ["model.clamp.routed={5: 7}"],
+        1,
+        "model.clamp.routed names layer 5, but model.num_layers is 5: layers are numbered 0 to 4",
+    ),
+    (
+        ["model.clamp.shared={-1: 7}"],
+        1,
+        "model.clamp.shared names layer -1, but model.num_layers is 5: layers are numbered 0 to 4",
+    ),
+    (
+        ["model.clamp.routed={0: 7}"],
+        1,
+        "model.clamp.routed names layer 0, which is dense (model.num_dense_layers is 1) and has no routed experts: "
+        "MoE layers are 1 to 4; limits of dense layers stand in model.clamp.shared",
+    ),
+    (
+        ["model.clamp.routed={4: 7}", ALL_DENSE],
+        1,
+        "model.clamp.routed names layer 4, which is dense (model.num_dense_layers is 5) and has no routed experts: "
+        "MoE layers are none; limits of dense layers stand in model.clamp.shared",
+    ),
+    # ----------------------------------------------------------------------------------- experts
+    (["model.moe.top_k=9"], 1, "model.moe.top_k (9) must not exceed model.moe.num_experts (8)"),
+    (
+        ["parallel.expert=3", "train.global_batch_size=6"],
+        3,
+        "model.moe.num_experts (8) must be a multiple of parallel.expert (3): parallel.expert can be 1, 2, 4, 8",
+    ),
+    (
+        ["parallel.expert=2", ALL_DENSE],
+        2,
+        "parallel.expert is 2, but the model has no MoE layer (model.num_dense_layers is 5 of 5): it must be 1",
+    ),
+    (
+        ["model.moe.expert_hidden_size=34"],
+        1,
+        "model.moe.expert_hidden_size (34) must be a multiple of 4 with train.precision fp32: "
+        "the grouped matrix product of the experts needs rows of a multiple of 16 bytes",
+    ),
+    (
+        ["model.hidden_size=60", "train.precision=bf16"],
+        1,
+        "model.hidden_size (60) must be a multiple of 8 with train.precision bf16: "
+        "the grouped matrix product of the experts needs rows of a multiple of 16 bytes",
+    ),
+    # ----------------------------------------------------------------------------------- balance
+    (
+        ["balance.ep_groups=3"],
+        1,
+        "balance.ep_groups (3) must divide model.moe.num_experts (8): it can be 1, 2, 4, 8",
+    ),
+    (
+        ["balance.ep_groups=1"],
+        1,
+        "balance.ep_groups is 1, for which the balance loss is constant, but balance.ep_loss_coefficient is 0.001: "
+        "take more groups (1, 2, 4, 8) or the coefficient 0",
+    ),
+    (
+        ["balance.ep_groups=2", ALL_DENSE],
+        1,
+        "balance.ep_groups is set, but the model has no MoE layer (model.num_dense_layers is 5 of 5): leave it out",
+    ),
+    (
+        ["balance.freeze_router=true", ALL_DENSE],
+        1,
+        "balance.freeze_router is set, but the model has no MoE layer (model.num_dense_layers is 5 of 5): leave it out",
+    ),
+    (
+        ["balance.bias.decay_steps=10"],
+        1,
+        "balance.bias.decay_start_step and balance.bias.decay_steps belong together: set both or neither "
+        "(they are unset and 10)",
+    ),
+    (
+        ["balance.bias.decay_start_step=0"],
+        1,
+        "balance.bias.decay_start_step and balance.bias.decay_steps belong together: set both or neither "
+        "(they are 0 and unset)",
+    ),
+    (
+        ["balance.freeze_router=true", "balance.bias.rate=1e-3"],
+        1,
+        "balance.freeze_router keeps the selection biases as they are, but balance.bias.rate is 0.001: "
+        "set the rate to 0 or leave it out",
+    ),
+    # -------------------------------------------------------------------------------------- loss
+    (
+        ["loss.mtp_train_depths=2", "model.mtp.depths=1"],
+        1,
+        "loss.mtp_train_depths (2) must not exceed model.mtp.depths (1)",
+    ),
+    (["loss.mtp_train_depths=1"], 1, "loss.mtp_train_depths (1) must not exceed model.mtp.depths (0)"),
+    (
+        ["model.mtp.depths=3", "loss.mtp_train_depths=3", "data.sequence_length=3"],
+        1,
+        "data.sequence_length (3) must be greater than loss.mtp_train_depths (3): "
+        "the furthest depth predicts 4 tokens ahead and would have no target",
+    ),
+    # ---------------------------------------------------------------------------------- parallel
+    (
+        ["parallel.tensor=2"],
+        2,
+        "parallel.tensor is 2: tensor parallelism is not supported yet; the only value in this version is 1",
+    ),
+    (
+        ["parallel.context=2"],
+        2,
+        "parallel.context is 2: context parallelism is not supported yet; the only value in this version is 1",
+    ),
+    (
+        ["parallel.virtual_pipeline=2"],
+        1,
+        "parallel.virtual_pipeline is 2: interleaving of pipeline stages is not supported yet; "
+        "the only value in this version is 1",
+    ),
+    (
+        ["parallel.pipeline=6"],
+        6,
+        "parallel.pipeline (6) must not exceed model.num_layers (5): each stage holds at least one layer",
+    ),
+    (
+        ["parallel.pipeline=2"],
+        3,
+        "the number of processes (3) must be a multiple of parallel.pipeline x tensor x context (2 x 1 x 1 = 2)",
+    ),
+    (
+        ["parallel.pipeline=4"],
+        2,
+        "the number of processes (2) must be a multiple of parallel.pipeline x tensor x context (4 x 1 x 1 = 4)",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.expert=4"],
+        4,
+        "the number of processes (4) over parallel.pipeline (2) leaves 2 per stage, which must be a multiple of "
+        "parallel.expert (4): take a multiple of 8 processes",
+    ),
+    (
+        [],
+        0,
+        "the number of processes (0) must be a multiple of parallel.pipeline x tensor x context (1 x 1 x 1 = 1)",
+    ),
+    # ------------------------------------------------------------------------------------- batch
+    (
+        ["train.global_batch_size=5"],
+        1,
+        "train.global_batch_size (5) must be a multiple of train.micro_batch_size x data-parallel ranks (2 x 1 = 2)",
+    ),
+    (
+        ["parallel.expert=4"],
+        4,
+        "train.global_batch_size (4) must be a multiple of train.micro_batch_size x data-parallel ranks (2 x 4 = 8)",
+    ),
+    (
+        ["train.batch_ramp={start: 6, increment: 2, sequences: 8}"],
+        1,
+        "train.batch_ramp.start (6) must not exceed train.global_batch_size (4)",
+    ),
+    (
+        ["train.batch_ramp={start: 2, increment: 4, sequences: 8}", "train.global_batch_size=8"],
+        1,
+        "train.batch_ramp.increment (4) must divide the way from train.batch_ramp.start (2) to "
+        "train.global_batch_size (8), which is 6",
+    ),
+    (
+        ["train.batch_ramp={start: 2, increment: 1, sequences: 8}"],
+        1,
+        "train.batch_ramp.increment (1) must be a multiple of train.micro_batch_size x data-parallel ranks (2 x 1 = 2)",
+    ),
+    # ---------------------------------------------------------------------------------- schedule
+    (
+        ["optimizer.schedule.warmup_steps=10"],
+        1,
+        "optimizer.schedule.warmup_steps (10) must be less than train.steps (10)",
+    ),
+    (
+        ["optimizer.schedule.min_lr=1e-2"],
+        1,
+        "optimizer.schedule.min_lr (0.01) must not exceed optimizer.lr (0.001)",
+    ),
+    (
+        ["optimizer.schedule={kind: constant, min_lr: 1e-4}"],
+        1,
+        "optimizer.schedule.min_lr (0.0001) is the end of the cosine, but optimizer.schedule.kind is constant: "
+        "leave it out",
+    ),
+    (
+        ["optimizer.schedule={segments: [{steps: 10, end_lr: 0}]}"],
+        1,
+        "optimizer.schedule.segments belongs to kind staged, but optimizer.schedule.kind is cosine: "
+        "leave it out or set the kind to staged",
+    ),
+    (
+        ["optimizer.schedule.kind=staged"],
+        1,
+        "optimizer.schedule.segments is empty: kind staged needs at least one segment",
+    ),
+    (
+        [STAGED],
+        1,
+        "optimizer.schedule: warmup_steps and segments cover 9 steps, but train.steps is 10: "
+        "lengthen the segments or add one",
+    ),
+    # ----------------------------------------------------------------------------------- machine
+    (
+        ["train.device=cuda"],
+        1,
+        "train.device is cuda, but there is no CUDA device here: set it to cpu or auto",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "problem"), REFUSED)
+def test_refused(overrides: list[str], world_size: int, problem: str) -> None:
+    assert problems(*overrides, world_size=world_size) == (problem,)
+
+
+def test_every_size_of_a_batch_ramp_must_fit() -> None:
+    assert problems(
+        "train.batch_ramp={start: 2, increment: 4, sequences: 8}", "train.global_batch_size=6", world_size=2
+    ) == (
+        "train.global_batch_size (6) must be a multiple of train.micro_batch_size x data-parallel ranks (2 x 2 = 4)",
+        "train.batch_ramp.start (2) must be a multiple of train.micro_batch_size x data-parallel ranks (2 x 2 = 4)",
+    )
+
+
+def test_heads_and_groups_must_divide_by_tensor_ranks() -> None:
+    found = problems("parallel.tensor=4", world_size=4)
+    assert found[1:] == (
+        "model.full.num_kv_groups (2) must be a multiple of parallel.tensor (4)",
+        "model.sliding.num_heads (6) must be a multiple of parallel.tensor (4)",
+        "model.sliding.num_kv_groups (2) must be a multiple of parallel.tensor (4)",
+    )
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config("model.layout=X", "model.moe.top_k=9", "train.global_batch_size=3"), 2, "cpu")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "configuration for 2 processes: 3 problems"
+    assert [line.split()[1] for line in lines[1:]] == ["model.layout:", "model.moe.top_k", "train.global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ([], 1),
+        ([], 2),
+        (["parallel.pipeline=2"], 2),
+        (["parallel.pipeline=5"], 5),
+        (["parallel.pipeline=2", "parallel.expert=2", "parallel.dispatcher=allgather"], 4),
+        (["parallel.expert=8", "train.global_batch_size=16"], 8),
+        (["parallel.dispatcher=allgather"], 1),
+        (["train.precision=bf16"], 1),
+        (["train.device=cpu"], 1),
+        (["model.layout=FFFF+gate"], 1),
+        (["model.layout=FFFF+heads", "model.mtp.depths=1"], 1),
+        # Without sliding layers their shape does not matter.
+        (["model.layout=FFFF", "model.sliding.num_heads=7"], 1),
+        (["model.layout=S1F1+sink"], 1),
+        (["model.layout=S3F1", "model.sliding.num_heads=7"], 1),
+        (["model.full.rope.rotary_fraction=0.5"], 1),
+        (["model.sliding.window=1000"], 1),
+        ([ALL_DENSE], 1),
+        ([ALL_DENSE, "model.clamp.shared={0: 7}"], 1),
+        (["model.clamp={routed: {1: 7, 4: 7}, shared: {0: 16, 4: 16}}"], 1),
+        (["model.mtp={depths: 2, head: shared, chain: post_norm}", "parallel.pipeline=2"], 2),
+        (["balance.ep_groups=1", "balance.ep_loss_coefficient=0"], 1),
+        (["balance.ep_groups=8", "parallel.expert=2"], 2),
+        (["balance.freeze_router=true"], 1),
+        (["balance.freeze_router=true", "balance.bias.rate=0"], 1),
+        (["balance.bias.decay_start_step=5", "balance.bias.decay_steps=5"], 1),
+        ([STAGED, "train.steps=9"], 1),
+        ([STAGED, "train.steps=5"], 1),  # stops early
+        (["optimizer.schedule={kind: constant, warmup_steps: 9}"], 1),
+        (["optimizer.schedule.min_lr=1e-3"], 1),
+        (["train.batch_ramp={start: 2, increment: 2, sequences: 8}"], 1),
+        (["train.output=runs/new/deep"], 1),
+    ],
+)
+def test_accepted(overrides: list[str], world_size: int) -> None:
+    check(config(*overrides), world_size, "cpu")
+
+
+# ---------------------------------------------------------------------------------------- machine
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_cuda_is_looked_for_where_asked(present: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_has_cuda", lambda: present)
+    asked = config("train.device=cuda")
+    check(asked, 1, "cuda")
+    if present:
+        check(asked, 1)
+    else:
+        with pytest.raises(ConfigError, match="there is no CUDA device here"):
+            check(asked, 1)
+
+
+@pytest.mark.parametrize(
+    ("package", "override", "problem"),
+    [
+        (
+            "tensorboard",
+            "train.logging.tensorboard=true",
+            "train.logging.tensorboard is true, but TensorBoard is not installed: "
+            "`pip install tensorboard`, or set it to false",
+        ),
+        (
+            "wandb",
+            "train.logging.wandb_project=moe",
+            "train.logging.wandb_project is 'moe', but Weights & Biases is not installed: "
+            "`pip install wandb`, or set it to null",
+        ),
+    ],
+)
+def test_loggers_must_be_installed(package: str, override: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: set[str] = {"tensorboard", "wandb"} - {package}
+
+    def find_spec(name: str) -> object:
+        return types.SimpleNamespace() if name in found else None
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    assert problems(override) == (problem,)
+    found.add(package)
+    check(config(override), 1, "cpu")
+
+
+def test_output_must_be_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Path(), "runs/out", "")
+    here = Path.cwd()
+    assert problems() == ("train.output (runs/out) cannot be a folder: runs/out is a file",)
+    assert problems("train.output=runs/out/deep") == (
+        f"train.output (runs/out/deep) cannot be a folder: {here}/runs/out is a file",
+    )
+    asked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path) or False)
+    assert problems("train.output=new/deep") == (
+        f"train.output (new/deep) cannot be written: no permission to write in {here}",
+    )
+    assert asked == [here]
+
+
+def test_data_folders_must_exist_when_asked() -> None:
+    write(Path(), "runs/a/index", "")
+    write(Path(), "runs/b", "")
+    check(config(), 1, "cpu")
+    hint = "write it with `steptron data build` (the path is relative to the current working directory)"
+    assert problems("data.validation=[{path: runs/c}]", check_data=True) == (
+        f"data.train.1.path (runs/b) is not a folder: {hint}",
+        f"data.validation.0.path (runs/c) does not exist: {hint}",
+    )
+
+
+# ----------------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ({}, 1),
+        ({"expert": 2}, 2),
+        ({"pipeline": 2, "expert": 2}, 4),
+        ({"pipeline": 8, "expert": 8}, 64),
+        ({"tensor": 2, "context": 2, "expert": 8}, 8),
+        ({"tensor": 3, "expert": 2}, 6),
+    ],
+)
+def test_smallest_world_size(layout: dict[str, int], size: int) -> None:
+    assert smallest_world_size(ParallelConfig(**layout)) == size

@@ -1,0 +1,40 @@
+"""What the tests of the launcher start: ``python -m tests.platform.launched MODE FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(mode: str, folder: Path) -> int:
+    """Acts as a worker; returns its exit code."""
+    rank = int(os.environ["RANK"])
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, (lambda *_: stop.append(1)) if mode != "untouched" else signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, lambda *_: (folder / f"usr1-{rank}").touch())
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    if mode == "environment":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        (folder / f"environment-{rank}").write_text(" ".join(os.environ[name] for name in names))
+        print(f"output of rank {rank}")
+        return 0
+    if mode == "fail" and rank == 1:
+        print("the reason", file=sys.stderr)
+        return 3
+    if mode == "die" and rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if stop and mode != "hang":
+            time.sleep(0.3 * rank)  # a checkpoint takes its time, and not the same on every rank
+            (folder / f"saved-{rank}").touch()
+            return os.EX_TEMPFAIL
+        time.sleep(0.02)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

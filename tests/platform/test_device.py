@@ -1,0 +1,71 @@
+"""Device, threads, seeds and deterministic operations."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from steptron.errors import UserError
+from steptron.platform import determinism, device
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_auto_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device.select_device("auto") == device.select_device("cuda") == torch.device("cuda")
+    assert device.select_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.select_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("built", "reason"), [(None, "built without CUDA"), ("13.0", "finds no usable GPU")])
+def test_absent_cuda_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    with pytest.raises(UserError, match=f"device is 'cuda', but .*{reason}"):
+        device.select_device("cuda")
+
+
+def test_backend() -> None:
+    assert device.backend(torch.device("cpu")) == "gloo"
+    assert device.backend(torch.device("cuda", 1)) == "nccl"
+
+
+def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert [device.set_threads(None, size) for size in (1, 2, 4, 6, 16)] == [6, 3, 1, 1, 1]
+    assert device.set_threads(2, 16) == torch.get_num_threads() == 2
+
+
+def test_seeds_reach_every_generator() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    determinism.seed_everything(2**40 + 3)
+    first = draw()
+    assert draw() != first
+    determinism.seed_everything(2**40 + 3)
+    assert draw() == first
+
+
+def test_deterministic_algorithms_are_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    determinism.use_deterministic_algorithms(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    determinism.use_deterministic_algorithms(False)
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,185 @@
+"""Local launch: environment, exit codes, signals, and workers that fail or hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from steptron.platform import launch
+from tests.worker_pool import REPOSITORY
+
+MODULE = "tests.platform.launched"
+
+
+@contextlib.contextmanager
+def _launcher(mode: str, folder: Path, stop_grace: float = 30.0, nproc: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """A launching process of its own, as the command line is one; killed at the end."""
+    code = (
+        "import sys; from steptron.platform.launch import run_local; "
+        f"sys.exit(run_local({nproc}, {[mode, str(folder)]!r}, module={MODULE!r}, "
+        f"stop_grace_seconds={stop_grace}, failure_grace_seconds=1.0))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for(lambda: all((folder / f"pid-{rank}").exists() for rank in range(nproc)))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for rank in range(nproc):
+            assert not _alive(int((folder / f"pid-{rank}").read_text())), f"rank {rank} was left behind"
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not. Gives it a moment to end."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=30)
+    return process.returncode, errors
+
+
+def test_workers_get_torchruns_environment_and_rank_0_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.run_local(3, ["environment", str(tmp_path)], module=MODULE) == 0
+    lines = [(tmp_path / f"environment-{rank}").read_text().split() for rank in range(3)]
+    port = lines[0][-1]
+    assert int(port) > 1023
+    assert lines == [[str(rank), "3", str(rank), "3", "127.0.0.1", port] for rank in range(3)]
+    output, errors = capfd.readouterr()
+    assert output == "output of rank 0\n"
+    assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "words"),
+    [("fail", 3, ["ended with exit code 3", "the reason"]), ("die", 128 + signal.SIGSEGV, ["ended by SIGSEGV"])],
+)
+def test_a_worker_that_fails_is_named_and_ends_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, code: int, words: list[str]
+) -> None:
+    start = time.monotonic()
+    assert launch.run_local(2, [mode, str(tmp_path)], module=MODULE) == code
+    assert time.monotonic() - start < 10
+    errors = capfd.readouterr().err
+    assert "rank 1 of 2" in errors
+    for word in words:
+        assert word in errors, errors
+    assert (tmp_path / "saved-0").exists(), "rank 0 was asked to end, not killed"
+
+
+def test_others_that_hang_after_a_failure_are_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with _launcher("hang", tmp_path) as process:
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+        code, errors = _end(process)
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 of 2 was ended by SIGKILL" in errors
+    assert "killing rank(s) 0: still running 1 s after" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_reaches_workers_and_waits_for_them(tmp_path: Path, number: signal.Signals) -> None:
+    with _launcher("work", tmp_path) as process:
+        process.send_signal(number)
+        code, errors = _end(process)
+    assert code == os.EX_TEMPFAIL
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
+    assert f"{number.name}: asked 2 processes to stop; they have 30 s" in errors
+    assert "exit code" not in errors
+
+
+def test_workers_that_hang_after_a_request_to_stop_are_killed(tmp_path: Path) -> None:
+    with _launcher("hang", tmp_path, stop_grace=0.5) as process:
+        process.send_signal(signal.SIGTERM)
+        code, errors = _end(process)
+    assert code == 128 + signal.SIGKILL
+    assert "killing rank(s) 0, 1: still running 0.5 s after they were asked to end" in errors
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    with _launcher("hang", tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert "Ctrl-C once more kills them" in process.stderr.readline()
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        code, errors = _end(process)
+    assert time.monotonic() - start < 5
+    assert code == 128 + signal.SIGKILL
+    assert "second Ctrl-C" in errors
+
+
+def test_sigusr1_is_passed_on(tmp_path: Path) -> None:
+    with _launcher("work", tmp_path) as process:
+        process.send_signal(signal.SIGUSR1)
+        _wait_for(lambda: all((tmp_path / f"usr1-{rank}").exists() for rank in range(2)))
+        assert process.poll() is None
+
+
+def test_ctrl_c_of_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> None:
+    with _launcher("work", tmp_path) as process:
+        sessions = {os.getsid(int((tmp_path / f"pid-{rank}").read_text())) for rank in range(2)}
+        assert len(sessions) == 2 and os.getsid(process.pid) not in sessions
+
+
+def test_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
+    with _launcher("work", tmp_path) as process:
+        process.kill()
+        _wait_for(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in range(2)))
+
+
+def test_handlers_are_restored_and_logs_removed(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    workers = launch.Workers(2, ["environment", str(tmp_path)], MODULE, capture=True)
+    _wait_for(lambda: bool(workers.poll()) or not workers.running)
+    _wait_for(lambda: not workers.running or not workers.poll())
+    workers.kill()
+    workers.remove_logs()
+    assert not workers.folder.exists()
+    launch.run_local(1, ["environment", str(tmp_path)], module=MODULE)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_two_launches_at_once_do_not_share_a_port(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    both = [launch.Workers(1, ["environment", str(folder)], MODULE, capture=True) for folder in folders]
+    try:
+        for workers in both:
+            _wait_for(lambda workers=workers: not workers.running or bool(workers.poll()))  # type: ignore[misc]
+    finally:
+        for workers in both:
+            workers.kill()
+            workers.remove_logs()
+    ports = {(folder / "environment-0").read_text().split()[-1] for folder in folders}
+    assert len(ports) == 2
+    for port in ports:  # and both are free again
+        socket.create_server(("127.0.0.1", int(port))).close()
