@@ -21,6 +21,7 @@ MEGATRON_VERSION ?=
 PIP_FLAGS ?= -q
 PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
+BENCH_ARGS ?=
 
 # ------------------------------------------------------------------------------------------ set-up
 PY := $(VENV)/bin/python
@@ -41,7 +42,7 @@ INSTALL_STAMP := $(VENV)/.stamp-installed$(if $(MEGATRON_VERSION),-$(MEGATRON_VE
 # --system-site-packages shows the packages of a system Python; those of a virtual environment need their path.
 outer_packages := import sys, sysconfig; print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
 
-.PHONY: help setup quickstart test test-py312 lint format clean distclean
+.PHONY: help setup quickstart test test-py312 lint format bench clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -103,6 +104,9 @@ lint: setup ## ruff (rules and formatting) and mypy
 format: setup ## let ruff format the code and mend what it can
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
+
+bench: setup ## the training step beside other implementations, on this machine
+	$(PY) benchmarks/train_step.py $(BENCH_ARGS)
 
 clean: ## remove caches and build products; keeps the virtual environments and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,20 +10,11 @@ import torch
 from steptron.platform import megatron_cpu
 from tests.worker_pool import WorkerPool
 
-TEST_TIMEOUT_SECONDS = 300
 TEST_THREADS = 2
 
 torch.set_num_threads(TEST_THREADS)
 if not torch.cuda.is_available():
     megatron_cpu.install()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives every test a timeout, unless it or the command line sets one."""
-    if config.getoption("timeout", None) is None:
-        for item in items:
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_SECONDS))
 
 
 @pytest.fixture(scope="session")

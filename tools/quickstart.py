@@ -38,7 +38,7 @@ VOCABULARY = 4096
 PROMPT = "def "
 SHORT_RUN_STEPS = 100  # runs below it get a warm-up in proportion: the configuration's 20 steps are for longer ones
 SILENCE_LIMIT_SECONDS = 900  # a step that prints nothing for so long is taken for stuck
-STOP_LIMIT_SECONDS = 120  # how long an interrupted step may take to write its checkpoint and end
+STOP_LIMIT_SECONDS = 330  # silence allowed to a step that was asked to stop: `steptron pretrain` gives itself 300
 
 Command = tuple[str, ...]  # arguments of `steptron`
 

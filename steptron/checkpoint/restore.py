@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from steptron.checkpoint.save_load import load_model, read_manifest
+from steptron.checkpoint.save_load import load_model, read_config
 from steptron.config.schema import ParallelConfig, PretrainConfig
 from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import model_spec
@@ -24,7 +24,7 @@ def restore_model(folder: Path, device: torch.device) -> tuple[StepModel, Pretra
     Raises:
         UserError: the folder is no checkpoint of a model of this version.
     """
-    config = PretrainConfig.model_validate(read_manifest(folder)["config"])
+    config = read_config(folder)
     single = ParallelConfig(timeout_seconds=config.parallel.timeout_seconds)
     mesh = build_mesh(single)
     spec = model_spec(config.model)

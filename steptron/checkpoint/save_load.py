@@ -18,13 +18,17 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 import steptron
 from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, prune
 from steptron.checkpoint.tensors import model_tensors, optimizer_tensors
+from steptron.config.loader import load as load_config
 from steptron.config.schema import PretrainConfig
+from steptron.config.show import to_yaml
 from steptron.errors import UserError
 from steptron.model.assembly import StepModel
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
 
 FORMAT_VERSION = 1
+CONFIG = "config.yaml"
+"""The resolved configuration inside a checkpoint: a configuration file like any other."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,8 @@ def save(
         "torch_version": torch.__version__,
         "progress": asdict(progress),
         "optimizer_steps": optimizer.num_steps,
-        "config": config.model_dump(mode="json"),
     }
-    _on_first_rank(lambda: _publish(temporary, final, manifest, config.train.checkpoint.keep))
+    _on_first_rank(lambda: _publish(temporary, final, manifest, config))
     return final
 
 
@@ -85,6 +88,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has checkpoint format {manifest.get('format_version')}, this version reads {FORMAT_VERSION}"
         )
     return manifest
+
+
+def read_config(folder: Path) -> PretrainConfig:
+    """The configuration that a checkpoint was trained with.
+
+    Raises:
+        UserError: the folder is no checkpoint of this format, or its configuration cannot be read.
+    """
+    read_manifest(folder)
+    return load_config(folder / CONFIG).config
 
 
 def load(folder: Path, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> Progress:
@@ -137,12 +150,13 @@ def _prepare(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _publish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> None:
+def _publish(temporary: Path, final: Path, manifest: dict[str, Any], config: PretrainConfig) -> None:
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(final)
+    (temporary / CONFIG).write_text(to_yaml(config))
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
     temporary.rename(final)
-    prune(final.parent.parent, keep)
+    prune(final.parent.parent, config.train.checkpoint.keep)
 
 
 def _on_first_rank(action: Any) -> None:

@@ -172,7 +172,12 @@ def train_tokenizer_command(
             raise DataError(f"{output}: exists; name another file{'' if output.is_dir() else ', or use --force'}")
         files, _ = find_files(inputs, glob)
         with _progress_bar(console) as report:
-            trained = train_tokenizer_on(files, Fields(text=text_field), vocab_size, tokenizer_bytes, report)
+            trained, bad = train_tokenizer_on(files, Fields(text=text_field), vocab_size, tokenizer_bytes, report)
+        for document in bad[:10]:
+            place = document.file if document.line is None else f"{document.file}:{document.line}"
+            typer.echo(f"{place}: {document.kind}: {document.message}", err=True)
+        if bad:
+            typer.echo(f"{len(bad):,} bad documents were passed over", err=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
         partial.write_bytes(trained.file_bytes)

@@ -24,16 +24,16 @@ def generate(
 ) -> None:
     """Write text with a trained model."""
     from steptron.checkpoint.folder import resolve
+    from steptron.platform import distributed
+
+    folder = resolve(checkpoint)
+    device = distributed.start("auto", threads=None, timeout_seconds=60)
+
     from steptron.checkpoint.restore import restore_model
     from steptron.data.tokenizer import Tokenizer
     from steptron.model.sampling import sample_tokens
-    from steptron.platform import distributed
-    from steptron.platform.device import select_device, set_threads
 
-    device = select_device("auto")
-    set_threads(None, 1)
-    distributed.initialize(device, timeout_seconds=60)
-    model, config = restore_model(resolve(checkpoint), device)
+    model, config = restore_model(folder, device)
     text = Tokenizer.load(tokenizer or config.data.train[0].path)
     tokens = text.encode(prompt) or [text.eod_id]
     typer.echo(prompt, nl=False)

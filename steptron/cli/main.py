@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import metadata
 from typing import Annotated, ClassVar
 
@@ -52,4 +53,7 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    # Deprecations inside the engine are ours to follow up, not the user's.
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"(torch|megatron)\.")
     app(prog_name="steptron")

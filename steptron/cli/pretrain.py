@@ -33,10 +33,12 @@ def pretrain(
         arguments = ["pretrain", str(file), *(overrides or []), *(["--fresh"] if fresh else [])]
         raise typer.Exit(launch.run_local(nproc, arguments))
 
+    device = distributed.start(config.train.device, config.train.threads, config.parallel.timeout_seconds)
+
     from steptron.train.loop import Pretraining
     from steptron.train.stop import STOPPED_EXIT_CODE
 
-    complete = Pretraining(config, fresh).run()
+    complete = Pretraining(config, device, fresh).run()
     distributed.shutdown()
     if not complete:
         raise typer.Exit(STOPPED_EXIT_CODE)

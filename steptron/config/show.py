@@ -6,8 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from steptron.config.loader import Loaded
 from steptron.config.problems import dotted
+from steptron.config.schema import PretrainConfig
 from steptron.config.tree import Key, children, dump_scalar
 
 _WIDEST_ALIGNED = 60
@@ -27,6 +30,19 @@ def render_json(loaded: Loaded) -> str:
     """The same for machines: ``{"config": the tree, "sources": {dotted key: {kind, file, line, text}}}``."""
     sources = {key: vars(source) for key, source in loaded.sources.items()}
     return json.dumps({"config": loaded.config.model_dump(mode="json"), "sources": sources}, indent=2)
+
+
+def to_yaml(config: PretrainConfig) -> str:
+    """The resolved configuration as YAML without sources; loading it gives the same configuration."""
+    return yaml.safe_dump(_without_paths(config.model_dump()), sort_keys=False)
+
+
+def _without_paths(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _block(value: object, path: tuple[Key, ...], loaded: Loaded) -> Iterator[tuple[str, str]]:

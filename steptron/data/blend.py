@@ -24,7 +24,7 @@ class Blend:
     deadline among those that may be dealt keeps every window, whatever the shares (S. K. Baruah et
     al., "Proportionate progress", Algorithmica 15 (1996); R. Tijdeman, "The chairman assignment
     problem", Discrete Mathematics 32 (1980)). Taking the dataset with the largest deficit, as is
-    common, does not: with many unequal weights it falls behind by more than one sample.
+    common, does not: ten weights of 1 and ten of 9 take it 1.3 samples off.
 
     Shares are fractions with one common denominator, the period: the schedule repeats, so position n
     follows from n modulo the period. The denominator is the smallest up to ``MAX_PERIOD`` that

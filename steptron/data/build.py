@@ -150,32 +150,10 @@ def build_dataset(options: BuildOptions, report: Callable[[Progress], None] = la
             bad.close()
             bad.path = _keep_report(bad.path, options.output)
             raise TooManyBadDocuments(f"{error}; all of them: {bad.path}", bad) from None
+        check_replaceable(options.output, options.force, BAD_INPUT_FILE)  # another build may have been faster
         publish(folder, options.output)
         bad.path = options.output / BAD_INPUT_FILE
     return BuildResult(manifest, bad, files_left_out)
-
-
-def read_texts(
-    files: list[InputFile], fields: Fields, keep_fraction: float = 1.0, on_bytes: Callable[[int], None] = lambda _: None
-) -> Iterator[str]:
-    """Texts of the readable documents, to train a tokenizer on; bad ones are passed over.
-
-    Args:
-        files: what to read.
-        fields: names of the fields.
-        keep_fraction: share of the documents to keep, decided by a hash of each.
-        on_bytes: called with the bytes on disk that were read since the last call.
-    """
-    for file in files:
-        position = 0
-        for item in read_file(file, fields):
-            on_bytes(item.file_bytes_read - position)
-            position = item.file_bytes_read
-            if isinstance(item.document, BadDocument) or not _is_kept(item.document.payload, keep_fraction):
-                continue
-            document = parse(item.document, fields)
-            if not isinstance(document, BadDocument):
-                yield document.text
 
 
 def _check_options(options: BuildOptions) -> None:
@@ -201,7 +179,8 @@ def _load_or_train_tokenizer(
     if options.tokenizer is not None:
         return Tokenizer.load(options.tokenizer, options.eod_token)
     assert options.train_vocab_size is not None
-    return train_tokenizer_on(files, options.fields, options.train_vocab_size, options.tokenizer_bytes, report)
+    # Bad documents are passed over here; tokenizing meets them again, and there they are counted.
+    return train_tokenizer_on(files, options.fields, options.train_vocab_size, options.tokenizer_bytes, report)[0]
 
 
 def train_tokenizer_on(
@@ -210,30 +189,37 @@ def train_tokenizer_on(
     vocab_size: int,
     max_bytes: int = 2_000_000_000,
     report: Callable[[Progress], None] = lambda _: None,
-) -> Tokenizer:
+) -> tuple[Tokenizer, list[BadDocument]]:
     """Trains a tokenizer on files, or on a sample of about ``max_bytes`` bytes of them.
 
+    Returns:
+        The tokenizer, and the documents that could not be read.
+
     Raises:
-        DataError: the vocabulary is too small, or no document could be read.
+        DataError: the vocabulary is too small.
     """
     total = sum(file.size for file in files)
-    done = documents = 0
+    keep_fraction = max_bytes / max(total, 1)
+    bad: list[BadDocument] = []
 
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
+    def texts() -> Iterator[str]:
+        done = documents = 0
+        for file in files:
+            position = 0
+            for item in read_file(file, fields):
+                done += item.file_bytes_read - position
+                position = item.file_bytes_read
+                if isinstance(item.document, RawDocument) and not _is_kept(item.document.payload, keep_fraction):
+                    continue
+                document = item.document if isinstance(item.document, BadDocument) else parse(item.document, fields)
+                if isinstance(document, BadDocument):
+                    bad.append(document)
+                    continue
+                documents += 1
+                report(Progress("tokenizer", documents, len(bad), done, total))
+                yield document.text
 
-    def counted() -> Iterator[str]:
-        nonlocal documents
-        for text in read_texts(files, fields, max_bytes / max(total, 1), on_bytes):
-            documents += 1
-            report(Progress("tokenizer", documents, 0, done, total))
-            yield text
-
-    tokenizer = train_tokenizer(counted(), vocab_size)
-    if documents == 0:
-        raise DataError("no document could be read to train the tokenizer on; check --text-field and the files")
-    return tokenizer
+    return train_tokenizer(texts(), vocab_size), bad
 
 
 class _SplitWriter:

@@ -123,7 +123,7 @@ class DocumentStream:
         self._epoch = lru_cache(maxsize=2)(self._build_epoch)
 
     def segments(self, start: int, length: int) -> Segments:
-        """The pieces of documents that make up tokens [start, start + length) of the stream."""
+        """The pieces of documents that make up tokens [start, start + length) of the stream; length is at least 1."""
         pieces = []
         while length > 0:
             epoch, offset = divmod(start, self.tokens_per_epoch)

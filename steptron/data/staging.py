@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -47,19 +48,20 @@ def staging_folder(output: Path) -> Iterator[Path]:
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{output.name}.building-"
-    for leftover in output.parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            lock = _lock(leftover)
+    for leftover in output.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError), _locked(leftover):
             shutil.rmtree(leftover)
-            os.close(lock)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=output.parent))
-    lock = _lock(folder)
+    # Some network file systems have no locks: there, leftovers are not removed, for fear of those in use.
+    lock = contextlib.ExitStack()
+    with contextlib.suppress(OSError):
+        lock.enter_context(_locked(folder))
     try:
         folder.chmod(0o777 & ~_umask())
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        lock.close()
 
 
 def publish(folder: Path, output: Path) -> None:
@@ -83,15 +85,15 @@ def publish(folder: Path, output: Path) -> None:
     _flush_folder(output.parent)
 
 
-def _lock(folder: Path) -> int:
-    """Locks a folder; raises OSError if another process holds it."""
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder; raises OSError if another process has it or there are no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        yield
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _flush_folder(folder: Path) -> None:

@@ -118,4 +118,3 @@ def gate_heads(o_SBnD: Tensor, gate_SBn: Tensor) -> Tensor:
     """``o * sigmoid(gate)`` per head; the sigmoid and the product are float32 (float64 for float64)."""
     weight_SBn = torch.sigmoid(gate_SBn.to(torch.promote_types(gate_SBn.dtype, torch.float32)))
     return (o_SBnD * weight_SBn.unsqueeze(-1)).to(o_SBnD.dtype)
-

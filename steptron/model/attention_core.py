@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from steptron.model.sequence import SequenceContext
 
-_CHUNK_SCORES = 1 << 20
-"""Scores held at once: the fastest size on CPU (the chunk and its gradient stay in the cache)."""
+_CHUNK_SCORES = 1 << 19
+"""Scores held at once: the fastest size on CPU, where the chunk and its gradient stay in the cache."""
 
 
 def attend(
@@ -133,7 +133,10 @@ def visible_keys(
     documents_BT: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The mask in one piece: bool [B or 1, S, T], true where a query sees a key; the last S keys are the queries' own."""
+    """The mask in one piece: bool [B or 1, S, T], true where a query sees a key.
+
+    The last S of the T keys are the queries' own.
+    """
     rows_T = torch.arange(num_keys, device=device if documents_BT is None else documents_BT.device)
     distance_ST = rows_T[num_keys - num_queries :, None] - rows_T
     visible_ST = distance_ST >= 0
@@ -428,15 +431,16 @@ class _SlidingPlan:
             documents_mBC = documents_mBK[:, :, -self._block :]
             visible_mBCK = visible_mBCK & (documents_mBC[:, :, :, None] == documents_mBK[:, :, None, :])
         bias_mBCK = shape.zeros(*visible_mBCK.shape).masked_fill_(~visible_mBCK, -math.inf)
-        bias = shape.empty(
-            len(chunk), shape.batch, shape.groups, self._block, shape.heads_per_group, self._window_keys
-        )
+        bias = shape.empty(len(chunk), shape.batch, shape.groups, self._block, shape.heads_per_group, self._window_keys)
         bias.copy_(bias_mBCK[:, :, None, :, None, :])
         return bias.view(-1, self._block * shape.heads_per_group, self._window_keys)
 
 
 def _block_size(window: int) -> int:
-    """Query tokens per block, by measurement on CPU: smaller ones see fewer keys in vain, larger ones fill the products."""
+    """Query tokens per block, by measurement on CPU.
+
+    Smaller blocks meet fewer keys in vain, larger ones make better use of a matrix product.
+    """
     return min(64, max(16, 1 << max(0, (window // 4).bit_length() - 1)))
 
 

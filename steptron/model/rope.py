@@ -66,7 +66,8 @@ def apply_rope(x_SBnD: Tensor, cos_SB1P: Tensor, sin_SB1P: Tensor) -> Tensor:
     """
     if 2 * cos_SB1P.shape[-1] > x_SBnD.shape[-1]:
         raise ValueError(
-            f"the tables rotate {2 * cos_SB1P.shape[-1]} dimensions, but a head has {x_SBnD.shape[-1]} (rotary_fraction above 1?)"
+            f"the tables rotate {2 * cos_SB1P.shape[-1]} dimensions, but a head has {x_SBnD.shape[-1]}: "
+            "rotary_dim must not exceed head_dim"
         )
     rotated: Tensor = _Rotation.apply(x_SBnD, cos_SB1P, sin_SB1P)
     return rotated

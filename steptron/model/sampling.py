@@ -30,7 +30,12 @@ def sample_tokens(
         top_p: smallest set of likeliest tokens whose probability reaches this is sampled from.
         stop_token: sampling ends before this token is yielded.
         seed: of the sampling.
+
+    Raises:
+        ValueError: the prompt is empty.
     """
+    if not prompt:
+        raise ValueError("the prompt must hold at least one token")
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -47,8 +52,9 @@ def _choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator:
     if temperature == 0:
         return int(logits_V.argmax())
     probabilities_V, tokens_V = (logits_V / temperature).softmax(dim=-1).sort(descending=True)
-    # A token stays while the probability of those before it has not reached top_p: never none.
+    # A token stays while the probability of those before it has not reached top_p; the first always.
     keep_V = probabilities_V.cumsum(dim=-1) - probabilities_V < top_p
+    keep_V[0] = True
     choice = torch.multinomial(probabilities_V * keep_V, 1, generator=generator)
     return int(tokens_V[choice])
 

@@ -6,19 +6,39 @@ import os
 import socket
 import time
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from steptron.errors import UserError
 from steptron.platform import megatron_cpu
-from steptron.platform.device import backend
+from steptron.platform.device import backend, select_device, set_threads
 from steptron.platform.launch import LISTEN_FD
 from steptron.platform.world import World, world
 
 __all__ = ["World", "initialize", "meet", "shutdown", "world"]
 
 _NAMED_RANKS = 16  # absent ranks that a message lists
+
+
+def start(device_name: Literal["auto", "cpu", "cuda"], threads: int | None, timeout_seconds: float) -> torch.device:
+    """Chooses device and threads and joins the default process group.
+
+    Call it before importing what imports Megatron-Core: on the CPU, its import then takes half as long.
+
+    Args:
+        device_name: as ``train.device``.
+        threads: CPU threads of this process; None shares the cores between the local processes.
+        timeout_seconds: longest wait for the other processes.
+
+    Raises:
+        UserError: there is no such device, or processes are missing after the timeout.
+    """
+    device = select_device(device_name)
+    set_threads(threads, world().local_size)
+    initialize(device, timeout_seconds)
+    return device
 
 
 def initialize(device: torch.device, timeout_seconds: float) -> None:

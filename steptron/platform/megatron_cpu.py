@@ -19,6 +19,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import inspect
 import logging
 import sys
@@ -249,6 +250,14 @@ REPLACED: tuple[Replacement, ...] = (
     ),
 )
 
+WITHOUT_TRITON: tuple[tuple[str, str], ...] = (
+    (
+        "megatron.core.transformer.moe.ops.paged_stash",
+        "0.19.2 imports Triton here, unguarded, and this module from megatron.core itself",
+    ),
+)
+"""Modules of GPU kernels, and why each is left empty where Triton is not installed."""
+
 # Without Transformer Engine, Apex and CUDA this is the expected state, not something to act on.
 _EXPECTED_WARNINGS = r"(?s).*(Apex|Transformer Engine).*not installed"
 _EXPECTED_LOGGERS = ("torch.utils.cpp_extension",)
@@ -304,11 +313,29 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if not _is_megatron(fullname):
             return None
+        if fullname in dict(WITHOUT_TRITON) and importlib.util.find_spec("triton") is None:
+            return importlib.machinery.ModuleSpec(fullname, _WithoutKernels())
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             # On the instance, so that the loader keeps its type and its other abilities.
             spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
+
+
+class _WithoutKernels(importlib.abc.Loader):
+    """Makes a module of which every name can be imported and none be called."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def absent(name: str) -> Callable[..., Any]:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+            def kernel(*_: Any, **__: Any) -> None:
+                raise RuntimeError(f"{module.__name__}.{name} needs Triton, which is not installed")
+
+            return kernel
+
+        module.__getattr__ = absent  # type: ignore[method-assign]
 
 
 def _execute(exec_module: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:

@@ -18,8 +18,7 @@ from steptron.data.batch import MicroBatch
 from steptron.data.sampler import SampleSource
 from steptron.optim.schedule import bias_update_rate, learning_rate
 from steptron.parallel.mesh import Mesh, build_mesh
-from steptron.platform import determinism, distributed
-from steptron.platform.device import select_device, set_threads
+from steptron.platform import determinism
 from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.meter import Meter
 from steptron.train.plot import plot_losses
@@ -34,14 +33,13 @@ class Pretraining:
 
     Args:
         config: the whole configuration, already checked against the world size.
+        device: of this process, whose default process group exists.
         fresh: start over, deleting the run's earlier checkpoints and log.
     """
 
-    def __init__(self, config: PretrainConfig, fresh: bool = False) -> None:
+    def __init__(self, config: PretrainConfig, device: torch.device, fresh: bool = False) -> None:
         self.config = config
-        self.device = select_device(config.train.device)
-        set_threads(config.train.threads, distributed.world().local_size)
-        distributed.initialize(self.device, config.parallel.timeout_seconds)
+        self.device = device
         determinism.use_deterministic_algorithms(config.train.deterministic)
         self.is_reporter = dist.get_rank() == 0
         self.mesh: Mesh = build_mesh(config.parallel)

@@ -43,7 +43,7 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, object] | str]) -> Pa
 
 def varied_texts(count: int, longest: int = 40) -> list[str]:
     """Texts of different lengths, all distinct."""
-    words = "alpha beta gamma delta ε ζ 漢 字 the of and return def self".split()
+    words = ["alpha", "beta", "gamma", "delta", "ε", "ζ", "漢", "字", "the", "of", "and", "return", "def", "self"]
     return [
         f"{number}: " + " ".join(words[(number * 7 + step * step) % len(words)] for step in range(number % longest))
         for number in range(count)

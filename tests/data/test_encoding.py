@@ -35,7 +35,7 @@ def slow_masked_tokens(text: str, spans: list[tuple[int, int]]) -> list[bool]:
     masked = []
     position = 0
     for token in TOKENIZER.encode(text):
-        symbols = BACKEND.id_to_token(token)
+        symbols = BACKEND.id_to_token(token) or ""
         assert bytes(SYMBOLS[symbol] for symbol in symbols) == text.encode()[position : position + len(symbols)]
         characters = character_of_byte[position : position + len(symbols)]
         masked.append(any(start <= character < end for character in characters for start, end in spans))
@@ -127,9 +127,7 @@ def test_bad_lines_are_told_apart_and_explained(line: bytes) -> None:
 
 def test_invalid_utf8_in_a_text_file_is_reported_with_its_line() -> None:
     found = parse(RawDocument("notes.txt", None, 0, False, b"one\ntwo\nthr\xe9e\n"), Fields())
-    assert found == BadDocument(
-        "notes.txt", 3, "invalid_utf8", "byte 0xe9 at offset 11: invalid continuation byte"
-    )
+    assert found == BadDocument("notes.txt", 3, "invalid_utf8", "byte 0xe9 at offset 11: invalid continuation byte")
 
 
 def test_fields_can_have_other_names() -> None:

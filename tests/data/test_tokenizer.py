@@ -54,7 +54,7 @@ def test_training_is_deterministic() -> None:
 
 def test_vocabulary_too_small_for_the_bytes_is_refused() -> None:
     assert train_tokenizer(TEXTS, 272).vocab_size == 272
-    with pytest.raises(DataError, match="271: too small.*at least 272"):
+    with pytest.raises(DataError, match=r"271: too small.*at least 272"):
         train_tokenizer(TEXTS, 271)
 
 

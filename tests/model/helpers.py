@@ -24,6 +24,7 @@ from steptron.config.schema import (
 from steptron.data.batch import MicroBatch
 from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import ParameterRole, model_spec
+from steptron.model.router import Router, Routing
 from steptron.model.transformer_config import transformer_config
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.parallel.stages import Stage
@@ -145,3 +146,18 @@ def assert_all_close(
     assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.2e} > {tolerance:.0e}"
 
 
+
+
+def watch_selection_gaps(model: StepModel) -> list[float]:
+    """Collects, from now on, how close each layer's last selected and first rejected expert came."""
+    gaps: list[float] = []
+
+    def look(router: Router, inputs: object, routing: Routing) -> None:
+        ranked = (routing.scores_TE.detach() + router.bias).sort(dim=1, descending=True).values
+        k = router.spec.top_k
+        if k < ranked.shape[1]:
+            gaps.append(float((ranked[:, k - 1] - ranked[:, k]).min()))
+
+    for router in model.routers().values():
+        router.register_forward_hook(look)
+    return gaps

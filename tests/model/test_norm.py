@@ -25,7 +25,9 @@ def formula(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * (1.0 + weight)
 
 
-def backward(function: torch.nn.Module | object, x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    function: torch.nn.Module | object, x: Tensor, weight: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output and both gradients of ``function(x, weight)``, from fresh leaves."""
     x, weight = x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     y = function(x, weight)  # type: ignore[operator]
@@ -94,7 +96,10 @@ def test_any_strides() -> None:
     wide = torch.randn(4, 6, 20, dtype=torch.float64, generator=generator)
     norm = make(8, torch.float64)
     for x in (wide[..., 4:12], wide[..., 4:12].transpose(0, 1), wide[..., ::2][..., :8]):
-        for dy in (torch.ones(1, 1, 1, dtype=torch.float64).expand(x.shape), x.transpose(0, 1).contiguous().transpose(0, 1)):
+        for dy in (
+            torch.ones(1, 1, 1, dtype=torch.float64).expand(x.shape),
+            x.transpose(0, 1).contiguous().transpose(0, 1),
+        ):
             ours = backward(lambda x, w: torch.func.functional_call(norm, {"weight": w}, (x,)), x, norm.weight, dy)
             for actual, expected in zip(ours, backward(formula, x, norm.weight, dy), strict=True):
                 torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

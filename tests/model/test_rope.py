@@ -49,9 +49,7 @@ def _entries(x: Tensor) -> Any:
 def test_scaling_gives_the_releases_frequencies() -> None:
     """facts of the release, 2.4: pairs 0-13 unchanged, 14-20 blended, 21-31 halved."""
     unscaled = rope_frequencies(RopeSpec(5e6, 64, None), torch.float64)
-    torch.testing.assert_close(
-        unscaled, 5e6 ** (-2.0 * torch.arange(32, dtype=torch.float64) / 64), rtol=1e-14, atol=0
-    )
+    torch.testing.assert_close(unscaled, 5e6 ** (-2.0 * torch.arange(32, dtype=torch.float64) / 64), rtol=1e-14, atol=0)
     ratio = rope_frequencies(FULL, torch.float64) / unscaled
     expected = [1.0] * 14 + [0.8785, 0.7275, 0.6343, 0.5768, 0.5413, 0.5193, 0.5058] + [0.5] * 11
     torch.testing.assert_close(ratio, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5e-5)

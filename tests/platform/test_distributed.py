@@ -97,13 +97,13 @@ def test_broken_environment_is_refused(change: dict[str, str | None], message: s
         world(environment)
 
 
-def _meet(rank: int, size: int, port: int, timeout: float) -> str:
+def _meet(rank: int, size: int, port: int, timeout: float) -> dist.Store | str:
+    """The store, or the message of the error."""
     place = World(rank, size, rank, size, ("127.0.0.1", port))
     try:
-        distributed.meet(place, timedelta(seconds=timeout))
+        return distributed.meet(place, timedelta(seconds=timeout))
     except UserError as error:
         return str(error)
-    return "met"
 
 
 def _free_port() -> int:
@@ -111,7 +111,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _meet_at_once(ranks: list[int], size: int, timeout: float) -> tuple[list[str], str]:
+def _meet_at_once(ranks: list[int], size: int, timeout: float) -> tuple[list[dist.Store | str], str]:
     port = _free_port()
     with ThreadPoolExecutor(len(ranks)) as threads:
         outcomes = list(threads.map(lambda rank: _meet(rank, size, port, timeout), ranks))
@@ -119,7 +119,11 @@ def _meet_at_once(ranks: list[int], size: int, timeout: float) -> tuple[list[str
 
 
 def test_ranks_meet() -> None:
-    assert _meet_at_once([2, 1, 0], 3, 30)[0] == ["met"] * 3
+    stores, _ = _meet_at_once([2, 1, 0], 3, 30)
+    first, second, third = stores
+    assert isinstance(first, dist.Store) and isinstance(second, dist.Store) and isinstance(third, dist.Store)
+    first.set("key", "value")
+    assert third.get("key") == second.get("key") == b"value"
 
 
 def test_missing_ranks_are_named() -> None:
@@ -131,13 +135,15 @@ def test_missing_ranks_are_named() -> None:
 
 def test_missing_rank_0_is_named() -> None:
     (outcome,), where = _meet_at_once([1], 2, 2)
+    assert isinstance(outcome, str)
     assert outcome.startswith(f"rank 1 of 2 on {socket.gethostname()} could not reach rank 0 at {where} within 2 s")
 
 
 def test_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert _meet(0, 2, port, 5).startswith(f"rank 0 cannot listen at 127.0.0.1:{port}")
+        outcome = _meet(0, 2, port, 5)
+    assert isinstance(outcome, str) and outcome.startswith(f"rank 0 cannot listen at 127.0.0.1:{port}")
 
 
 def _alone(rank: int, world_size: int) -> None:
