@@ -106,7 +106,7 @@ format: setup ## let ruff format the code and mend what it can
 	$(PY) -m ruff format .
 
 bench: setup ## the training step beside other implementations, on this machine
-	$(PY) benchmarks/train_step.py $(BENCH_ARGS)
+	$(PY) -m benchmarks.train_step $(BENCH_ARGS)
 
 clean: ## remove caches and build products; keeps the virtual environments and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,10 +10,12 @@ and torch's fused AdamW. The ratio is transformers' median step time over ours.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import resource
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,9 @@ HEAD_DIM, FULL_HEADS, SLIDING_HEADS, GROUPS, WINDOW = 32, 8, 12, 2, 64
 DENSE, EXPERT, SHARED, EXPERTS, TOP_K = 704, 80, 80, 32, 4
 LEARNING_RATE = 1e-3
 TARGETS = {"fp32": 1.2}
+
+Variant = tuple[str, str | None]
+"""Attention and expert implementation of transformers."""
 
 
 def tokens() -> torch.Tensor:
@@ -50,8 +55,17 @@ def steptron_step() -> Callable[[], float]:
                 "num_dense_layers": 1,
                 "head_dim": HEAD_DIM,
                 "dense_hidden_size": DENSE,
-                "full": {"num_heads": FULL_HEADS, "num_kv_groups": GROUPS, "rope": {"theta": 5e6, "rotary_fraction": 0.5}},
-                "sliding": {"num_heads": SLIDING_HEADS, "num_kv_groups": GROUPS, "window": WINDOW, "rope": {"theta": 1e4}},
+                "full": {
+                    "num_heads": FULL_HEADS,
+                    "num_kv_groups": GROUPS,
+                    "rope": {"theta": 5e6, "rotary_fraction": 0.5},
+                },
+                "sliding": {
+                    "num_heads": SLIDING_HEADS,
+                    "num_kv_groups": GROUPS,
+                    "window": WINDOW,
+                    "rope": {"theta": 1e4},
+                },
                 "moe": {
                     "num_experts": EXPERTS,
                     "top_k": TOP_K,
@@ -89,7 +103,7 @@ def transformers_step(attention: str = "sdpa", experts: str | None = None) -> Ca
         intermediate_size=DENSE,
         num_hidden_layers=LAYERS,
         vocab_size=VOCABULARY,
-        max_position_embeddings=SEQUENCE,
+        max_position_embeddings=2 * SEQUENCE,
         num_attention_heads=FULL_HEADS,
         num_attention_groups=GROUPS,
         head_dim=HEAD_DIM,
@@ -152,29 +166,29 @@ def transformers_step(attention: str = "sdpa", experts: str | None = None) -> Ca
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return loss.item()
 
     return step
 
 
-def fastest_transformers() -> tuple[str, Callable[[], float]]:
+def fastest_transformers() -> tuple[Variant, Callable[[], float]]:
     """Tries transformers' attention and expert implementations and keeps the fastest."""
-    steps: dict[str, Callable[[], float]] = {}
-    for attention in ("sdpa", "eager"):
-        for experts in (None, "grouped_mm", "batched_mm"):
-            name = f"{attention}, {experts or 'default'} experts"
-            try:
-                step = transformers_step(attention, experts)
-                step()
-            except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-                print(f"transformers ({name}) does not run: {str(error).splitlines()[0][:100]}")
-                continue
-            steps[name] = step
-    medians = {name: median(values) for name, values in interleave(steps, rounds=3, warmup=1).items()}
-    for name, seconds in sorted(medians.items(), key=lambda item: item[1]):
-        print(f"transformers ({name}): {seconds:.3f} s per step")
-    best = min(medians, key=medians.__getitem__)
-    return best, steps[best]
+    fastest: dict[Variant, float] = {}
+    for variant in itertools.product(("sdpa", "eager"), (None, "grouped_mm", "batched_mm")):
+        try:
+            step = transformers_step(*variant)
+            seconds = interleave({"step": step}, rounds=3, warmup=1)["step"]
+        except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            print(f"transformers ({_name(*variant)}) does not run: {str(error).splitlines()[0][:100]}")
+            continue
+        fastest[variant] = min(seconds)
+        print(f"transformers ({_name(*variant)}): {fastest[variant]:.3f} s per step")
+    best = min(fastest, key=fastest.__getitem__)
+    return best, transformers_step(*best)
+
+
+def _name(attention: str, experts: str | None) -> str:
+    return f"{attention}, {experts or 'default'} experts"
 
 
 def peak_memory(make: Callable[[], Callable[[], float]]) -> int:
@@ -203,14 +217,17 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     warnings.filterwarnings("ignore")
     torch.set_num_threads(THREADS)
-    memory = {"steptron": peak_memory(steptron_step), "transformers": peak_memory(transformers_step)}
     ours = steptron_step()
     best, theirs = fastest_transformers()
     seconds = interleave({"steptron": ours, "transformers": theirs}, rounds)
+    memory = {
+        "steptron": peak_memory(steptron_step),
+        "transformers": peak_memory(partial(transformers_step, *best)),
+    }
     ratio = median(seconds["transformers"]) / median(seconds["steptron"])
     rows = [
         [
-            f"transformers ({best})" if name == "transformers" else name,
+            f"transformers ({_name(*best)})" if name == "transformers" else name,
             f"{median(values):.3f}",
             f"{min(values):.3f}",
             f"{BATCH * SEQUENCE / median(values):,.0f}",

@@ -10,7 +10,7 @@ import torch
 from steptron.platform import megatron_cpu
 from tests.worker_pool import WorkerPool
 
-TEST_THREADS = 2
+TEST_THREADS = 1
 
 torch.set_num_threads(TEST_THREADS)
 if not torch.cuda.is_available():

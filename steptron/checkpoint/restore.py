@@ -16,10 +16,12 @@ from steptron.parallel.stages import Stage
 from steptron.train.step import DTYPES
 
 
-def restore_model(folder: Path, device: torch.device) -> tuple[StepModel, PretrainConfig]:
+def restore_model(
+    folder: Path, device: torch.device, mtp_depths: int | None = None
+) -> tuple[StepModel, PretrainConfig]:
     """Builds the checkpoint's model on one process, whatever layout it was saved under.
 
-    The default process group must exist, with one process.
+    ``mtp_depths`` MTP depths run, all by default. The default process group must exist, with one process.
 
     Raises:
         UserError: the folder is no checkpoint of a model of this version.
@@ -30,6 +32,6 @@ def restore_model(folder: Path, device: torch.device) -> tuple[StepModel, Pretra
     spec = model_spec(config.model)
     engine = transformer_config(config.model, single, DTYPES[config.train.precision])
     with torch.device(device):
-        model = StepModel(spec, Stage.whole(len(spec.layers)), engine, mesh.groups)
+        model = StepModel(spec, Stage.whole(len(spec.layers)), engine, mesh.groups, mtp_depths)
     load_model(folder, model, mesh)
     return model.eval(), config

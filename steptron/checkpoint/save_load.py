@@ -46,9 +46,7 @@ class Progress:
     consumed_tokens: int = 0
 
 
-def save(
-    config: PretrainConfig, progress: Progress, module: StepModel, optimizer: Optimizer, mesh: Mesh
-) -> Path:
+def save(config: PretrainConfig, progress: Progress, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> Path:
     """Writes a checkpoint and prunes old ones.
 
     Everything goes to a temporary folder that is renamed at the end, the manifest last: a folder

@@ -33,7 +33,7 @@ def generate(
     from steptron.data.tokenizer import Tokenizer
     from steptron.model.sampling import sample_tokens
 
-    model, config = restore_model(folder, device)
+    model, config = restore_model(folder, device, mtp_depths=0)
     text = Tokenizer.load(tokenizer or config.data.train[0].path)
     tokens = text.encode(prompt) or [text.eod_id]
     typer.echo(prompt, nl=False)

@@ -203,6 +203,11 @@ def _balance(config: PretrainConfig) -> Iterator[str]:
             f"balance.freeze_router keeps the selection biases as they are, but balance.bias.rate is {bias.rate}: "
             "set the rate to 0 or leave it out"
         )
+    if balance.freeze_router and balance.ep_loss_coefficient > 0:
+        yield (
+            f"balance.freeze_router keeps the router as it is, but balance.ep_loss_coefficient is "
+            f"{balance.ep_loss_coefficient}, which would push the hidden states instead: set it to 0 or leave it out"
+        )
 
 
 def _or_unset(value: int | None) -> str:

@@ -165,15 +165,18 @@ class BalanceConfig(Section):
     )
     bias: BiasScheduleConfig = Field(default_factory=BiasScheduleConfig, description="selection-bias update")
     freeze_router: bool = Field(
-        False, description="keep router weights and selection biases as they are; the default of `bias.rate` is then 0"
+        False,
+        description="keep router weights and selection biases as they are; "
+        "`bias.rate` and `ep_loss_coefficient` are then 0 by default",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _no_bias_update_of_a_frozen_router(cls, values: Any) -> Any:
-        """The default bias rate of a frozen router is 0; a rate that was asked for is left to the checks."""
+    def _no_balancing_of_a_frozen_router(cls, values: Any) -> Any:
+        """A frozen router's default bias rate and balance loss are 0; what was asked for is left to the checks."""
         if not isinstance(values, dict) or values.get("freeze_router") is not True:
             return values
+        values = {"ep_loss_coefficient": 0.0, **values}
         bias = values.get("bias", {})
         return {**values, "bias": {"rate": 0.0, **bias}} if isinstance(bias, dict) else values
 

@@ -98,21 +98,31 @@ class Blend:
 
 def _common_fractions(shares_D: np.ndarray) -> list[int]:
     """Numerators of the fractions nearest to the shares with a common denominator, their sum, up to ``MAX_PERIOD``."""
-    denominators_Q = np.arange(1, MAX_PERIOD + 1)
-    errors_Q = np.zeros(MAX_PERIOD)
-    sums_Q = np.zeros(MAX_PERIOD, np.int64)
-    for share in shares_D:
-        numerators_Q = np.rint(share * denominators_Q)
-        errors_Q = np.maximum(errors_Q, np.abs(numerators_Q / denominators_Q - share))
-        # A dataset that is never used is as far from its share as can be.
-        errors_Q[numerators_Q == 0] = np.inf
-        sums_Q += numerators_Q.astype(np.int64)
-    errors_Q[sums_Q != denominators_Q] = np.inf
     rounding = 1e-15
+    # Most weights are short decimals: the first search is over quickly and finds them.
+    for longest in (1024, MAX_PERIOD):
+        errors_Q = _errors_by_denominator(shares_D, longest)
+        if longest == MAX_PERIOD or errors_Q.min() <= rounding:
+            break
     if not np.isfinite(errors_Q).any():
         return _largest_remainders(shares_D)
     best = int(np.flatnonzero(errors_Q <= max(errors_Q.min(), rounding))[0]) + 1
     return [int(value) for value in np.rint(shares_D * best)]
+
+
+def _errors_by_denominator(shares_D: np.ndarray, longest: int) -> np.ndarray:
+    """Largest error of any share, rounded to the denominators 1, ..., ``longest``; infinite where the
+    rounded shares do not add up to 1 or leave a dataset out."""
+    denominators_Q = np.arange(1, longest + 1)
+    errors_Q = np.zeros(longest)
+    sums_Q = np.zeros(longest)
+    for share in shares_D:
+        numerators_Q = np.rint(share * denominators_Q)
+        errors_Q = np.maximum(errors_Q, np.abs(numerators_Q / denominators_Q - share))
+        errors_Q[numerators_Q == 0] = np.inf
+        sums_Q += numerators_Q
+    errors_Q[sums_Q != denominators_Q] = np.inf
+    return errors_Q
 
 
 def _largest_remainders(shares_D: np.ndarray) -> list[int]:

@@ -154,10 +154,36 @@ class DocumentStream:
         return Segments(documents_N, offsets_N, ends_N - begins_N - offsets_N)
 
     def _build_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        # Sorting hashes rather than numpy's shuffle, whose result may change between versions of numpy.
-        keys_D = _splitmix64(np.arange(self._lengths_D.size, dtype=np.uint64), _mix(self._seed, epoch))
-        order_D = np.argsort(keys_D, kind="stable")
+        order_D = _permutation(self._lengths_D.size, _mix(self._seed, epoch))
         return order_D, np.cumsum(self._lengths_D[order_D], dtype=np.int64)
+
+
+class SampleOrder:
+    """The order in which the samples of a stream are trained on: blocks, each permuted on its own.
+
+    Neighbouring samples of a stream come from the same long documents; taken in turn they would fill
+    whole batches. A block is about an epoch, so every token is still seen once per epoch. A pure
+    function of (seed, number); the permutations of the two blocks used last are kept.
+    """
+
+    def __init__(self, samples_per_block: int, seed: int) -> None:
+        """
+        Args:
+            samples_per_block: at least 1.
+            seed: any whole number from 0 up.
+        """
+        self._size = samples_per_block
+        self._block = lru_cache(maxsize=2)(lambda block: _permutation(samples_per_block, _mix(seed, block, 1)))
+
+    def place(self, number: int) -> int:
+        """Which sample of the stream is number ``number`` in training."""
+        block, offset = divmod(number, self._size)
+        return block * self._size + int(self._block(block)[offset])
+
+
+def _permutation(size: int, key: int) -> np.ndarray:
+    """int64 [size]; sorts hashes rather than use numpy's shuffle, whose result may change between versions."""
+    return np.argsort(_splitmix64(np.arange(size, dtype=np.uint64), key), kind="stable")
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

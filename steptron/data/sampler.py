@@ -11,7 +11,7 @@ import torch
 from steptron.config.schema import DataConfig, DatasetConfig
 from steptron.data.batch import MicroBatch
 from steptron.data.blend import Blend
-from steptron.data.dataset import DocumentStream, Split, TokenDataset
+from steptron.data.dataset import DocumentStream, SampleOrder, Split, TokenDataset
 from steptron.data.errors import DataError
 
 # Validation data are the same for every training seed, so that runs can be compared.
@@ -22,10 +22,10 @@ class SampleSource:
     """Samples of S tokens and their targets, numbered from 0.
 
     Sample n is a pure function of (datasets, data.seed, n). Each dataset is an endless stream of its
-    documents in shuffled order (``DocumentStream``); its sample i is tokens [i S, (i+1) S] of the
-    stream, so neighbours share one token, and as inputs all tokens of an epoch are used exactly
-    once. Which dataset a sample comes from is dealt by ``Blend``, whose shares of samples are shares
-    of tokens because all samples are equally long.
+    documents in shuffled order (``DocumentStream``), cut into samples of tokens [i S, (i+1) S], so
+    that neighbours share one token and all tokens of an epoch are inputs exactly once. Training takes
+    these samples in shuffled order too (``SampleOrder``). Which dataset a sample comes from is dealt
+    by ``Blend``, whose shares of samples are shares of tokens because all samples are equally long.
 
     With ``document_attention: isolated`` the documents of a row are numbered 0, 1, ..., positions
     restart at each (a document that began in an earlier sample starts at 0 here), and a target that
@@ -62,6 +62,10 @@ class SampleSource:
             # The position in the blend is part of the seed: a dataset named twice has two orders.
             DocumentStream(dataset.lengths_D, seed + (number << 64))
             for number, dataset in enumerate(self._datasets)
+        ]
+        self._orders = [
+            SampleOrder(max(1, stream.tokens_per_epoch // data.sequence_length), seed + (number << 64))
+            for number, stream in enumerate(self._streams)
         ]
         self._blend = Blend([dataset.weight for dataset in datasets])
 
@@ -119,10 +123,11 @@ class SampleSource:
         datasets_B, samples_B = self._blend.locate(first, usable)
         for row, (number, sample) in enumerate(zip(datasets_B.tolist(), samples_B.tolist(), strict=True)):
             dataset, stream = self._datasets[number], self._streams[number]
-            start = sample * length
-            size = length + 1
-            if limit is not None:
-                size = min(size, stream.tokens_per_epoch - start)
+            if limit is None:
+                start, size = self._orders[number].place(sample) * length, length + 1
+            else:
+                start = sample * length
+                size = min(length + 1, stream.tokens_per_epoch - start)
             segments = stream.segments(start, size)
             tokens_BS1[row, :size], counts_BS1[row, :size] = dataset.gather(segments)
             if self._isolated:

@@ -131,9 +131,7 @@ class StepModel(MegatronModule):
         stacked = torch.stack([main, *mtp]).transpose(1, 2).float()
         return stacked[0], stacked[1:]
 
-    def _run_layers(
-        self, batch: MicroBatch, sequence: SequenceContext, balance: BalanceContext | None
-    ) -> torch.Tensor:
+    def _run_layers(self, batch: MicroBatch, sequence: SequenceContext, balance: BalanceContext | None) -> torch.Tensor:
         if self.stage.is_first:
             hidden = self.embedding(batch.tokens_BS).transpose(0, 1).contiguous()
         else:
@@ -146,7 +144,7 @@ class StepModel(MegatronModule):
     def _heads(self, hidden: torch.Tensor, batch: MicroBatch, sequence: SequenceContext) -> Hidden:
         main = self.final_norm(hidden)
         chained, normed = hidden, []
-        for k, depth in enumerate(self.mtp[: self.mtp_depths]):
+        for k, depth in enumerate(self._running_depths()):
             if k == 0 and not depth.spec.pre_norm_chain:
                 chained = main
             following = shift_left(batch.tokens_BS, k + 1, 0)
@@ -155,9 +153,12 @@ class StepModel(MegatronModule):
             normed.append(output)
         return Hidden(main, tuple(normed))
 
+    def _running_depths(self) -> list[MtpDepth]:
+        return [depth for depth in self.mtp[: self.mtp_depths] if isinstance(depth, MtpDepth)]
+
     def _mtp_head(self, k: int) -> torch.Tensor:
-        head = self.mtp[k].head
-        return self.head.weight if head is None else head.weight
+        own = self._running_depths()[k].head
+        return (self.head if own is None else own).weight
 
     @staticmethod
     def _loss(
@@ -173,7 +174,9 @@ def mtp_loss_mask(batch: MicroBatch, depth: int) -> torch.Tensor:
     return shift_left(batch.loss_mask_BS, depth, False) & same_document
 
 
-def meta_parameters(spec: ModelSpec, config: TransformerConfig, groups: ProcessGroupCollection) -> Mapping[str, torch.Tensor]:
+def meta_parameters(
+    spec: ModelSpec, config: TransformerConfig, groups: ProcessGroupCollection
+) -> Mapping[str, torch.Tensor]:
     """Every parameter and buffer of the whole model on the meta device, by logical name."""
     with torch.device("meta"):
         model = StepModel(spec, Stage.whole(len(spec.layers)), config, groups)

@@ -292,7 +292,7 @@ class _CausalPlan:
         self._documents_BT = documents_BT
         self._first_keys = first_keys
         scores_per_token = shape.batch * shape.groups * shape.heads_per_group * shape.keys
-        self._chunk_tokens = min(128, max(16, _CHUNK_SCORES // max(1, scores_per_token) // 16 * 16))
+        self._chunk_tokens = min(128, max(32, _CHUNK_SCORES // max(1, scores_per_token) // 16 * 16))
 
     def chunks(self) -> Iterator[range]:
         for start in range(0, self.shape.queries, self._chunk_tokens):

@@ -51,7 +51,7 @@ class BalanceContext:
     def observe(self, layer_index: int, routing: Routing) -> torch.Tensor:
         """Records a layer's routing and returns its weighted balance loss (differentiable)."""
         tokens_per_expert_E = expert_counts(routing.experts_TK, routing.scores_TE.shape[1], self.valid_T)
-        probabilities_TE = routing.scores_TE / routing.scores_TE.sum(dim=-1, keepdim=True)
+        probabilities_TE = routing.scores_TE / (routing.scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
         loss = ep_group_loss(probabilities_TE, tokens_per_expert_E, self.num_groups, self.valid_T, self.num_valid)
         with torch.no_grad():
             selected_T = probabilities_TE.gather(1, routing.experts_TK).sum(dim=-1)

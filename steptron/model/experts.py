@@ -11,6 +11,14 @@ from steptron.model.activation import clamped_swiglu
 from steptron.model.layer_spec import MoeFfnSpec
 
 
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    if a.dtype is torch.bfloat16 and a.device.type == "cpu":
+        # torch builds a new oneDNN primitive for every group size it has not seen in bfloat16, which
+        # takes longer than the product. The same operands in float32 give the same sums.
+        return F.grouped_mm(a.float(), b.float(), offs=ends_E).to(a.dtype)
+    return F.grouped_mm(a, b, offs=ends_E)
+
+
 class GroupedLinear(torch.autograd.Function):
     """y[rows of group e] = x[rows of group e] @ W_e^T, on torch's grouped_mm.
 
@@ -23,7 +31,7 @@ class GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_NK, w_EMK, ends_E)
         if x_NK.shape[0] == 0:
             return x_NK.new_empty(0, w_EMK.shape[1])
-        return F.grouped_mm(x_NK, w_EMK.transpose(1, 2), offs=ends_E)
+        return _grouped_mm(x_NK, w_EMK.transpose(1, 2), ends_E)
 
     @staticmethod
     def backward(ctx, grad_NM: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -31,8 +39,8 @@ class GroupedLinear(torch.autograd.Function):
         if x_NK.shape[0] == 0:
             return torch.zeros_like(x_NK), torch.zeros_like(w_EMK), None
         grad_NM = grad_NM.contiguous()
-        grad_x = F.grouped_mm(grad_NM, w_EMK, offs=ends_E) if ctx.needs_input_grad[0] else None
-        grad_w = F.grouped_mm(grad_NM.t(), x_NK, offs=ends_E) if ctx.needs_input_grad[1] else None
+        grad_x = _grouped_mm(grad_NM, w_EMK, ends_E) if ctx.needs_input_grad[0] else None
+        grad_w = _grouped_mm(grad_NM.t(), x_NK, ends_E) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None
 
 
@@ -59,7 +67,9 @@ class GroupedExperts(MegatronModule):
         self.spec = spec
         width = spec.expert_hidden_size
         dtype = config.params_dtype
-        self.gate_up_projection = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, hidden_size, dtype=dtype))
+        self.gate_up_projection = torch.nn.Parameter(
+            torch.empty(num_local_experts, 2 * width, hidden_size, dtype=dtype)
+        )
         self.down_projection = torch.nn.Parameter(torch.empty(num_local_experts, hidden_size, width, dtype=dtype))
 
     def forward(self, x_NH: torch.Tensor, tokens_per_expert_E: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:

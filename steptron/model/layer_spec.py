@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from steptron.config.schema import AttentionConfig, ModelConfig
 
 _LAYOUT = re.compile(r"(?P<pattern>F+|S\d+F\d+)(?P<options>(?:\+(?:heads|gate|sink))*)")
 
 
-class AttentionKind(str, Enum):
+class AttentionKind(StrEnum):
     FULL = "full"
     SLIDING = "sliding"
 
 
-class LayerRole(str, Enum):
+class LayerRole(StrEnum):
     DECODER = "decoder"
     MTP = "mtp"
 
 
-class ParameterRole(str, Enum):
+class ParameterRole(StrEnum):
     """What a parameter is for; optimizers, initialisation and telemetry choose by it."""
 
     EMBEDDING = "embedding"
@@ -366,7 +366,9 @@ def _matrix(name: str, rows: int, columns: int, role: ParameterRole) -> Paramete
     return ParameterSpec(name, (rows, columns), (LogicalMatrix(name, role, (0, rows)),))
 
 
-def _fused(name: str, parts: list[tuple[str, int, ParameterRole]], columns: int, experts: int | None = None) -> ParameterSpec:
+def _fused(
+    name: str, parts: list[tuple[str, int, ParameterRole]], columns: int, experts: int | None = None
+) -> ParameterSpec:
     """A parameter that stores several logical matrices one above the other."""
     matrices, row = [], 0
     for part, rows, role in parts:
@@ -410,7 +412,11 @@ def _ffn_parameters(prefix: str, spec: DenseFfnSpec | MoeFfnSpec, hidden: int) -
 
 
 def _glu_parameters(
-    prefix: str, width: int, hidden: int, roles: tuple[ParameterRole, ParameterRole, ParameterRole], experts: int | None = None
+    prefix: str,
+    width: int,
+    hidden: int,
+    roles: tuple[ParameterRole, ParameterRole, ParameterRole],
+    experts: int | None = None,
 ) -> list[ParameterSpec]:
     gate, up, down = roles
     suffix = "" if experts is not None else ".weight"

@@ -32,9 +32,7 @@ class MoeFfn(MegatronModule):
         self.experts = GroupedExperts(spec, hidden_size, spec.num_experts // groups.ep.size(), config)
         self.shared = DenseFfn(spec.shared, hidden_size, config, groups.tp)
         self.dispatcher: Dispatcher = (
-            LocalDispatcher()
-            if groups.ep.size() == 1
-            else ExpertParallelDispatcher(spec.num_experts, config, groups)
+            LocalDispatcher() if groups.ep.size() == 1 else ExpertParallelDispatcher(spec.num_experts, config, groups)
         )
 
     def forward(self, h: torch.Tensor, balance: BalanceContext | None) -> torch.Tensor:

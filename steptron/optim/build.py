@@ -10,4 +10,6 @@ from steptron.optim.sgd import Sgd
 
 def build_optimizer(config: OptimizerConfig, parameters: list[NamedParameter]) -> Optimizer:
     """Builds the optimizer over this process's trained parameters."""
-    return {"adamw": AdamW, "sgd": Sgd}[config.name](config, parameters)
+    if config.name == "adamw":
+        return AdamW(config, parameters)
+    return Sgd(config, parameters)

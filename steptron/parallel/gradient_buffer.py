@@ -52,7 +52,7 @@ class GradientBuffer:
             parameter.main_grad = self.data[offset:end].view(parameter.shape)  # type: ignore[attr-defined]
             offset, bucket_parameters = end, bucket_parameters + 1
             bucket_index = len(self._buckets)
-            parameter.register_post_accumulate_grad_hook(lambda p, b=bucket_index: self._accumulate(p, b))  # type: ignore[misc]
+            parameter.register_post_accumulate_grad_hook(lambda p, b=bucket_index: self._accumulate(p, b))
             if end - bucket_start >= _BUCKET_ELEMENTS or i == len(parameters) - 1:
                 self._buckets.append(_Bucket(self.data[bucket_start:end], bucket_parameters))
                 bucket_start, bucket_parameters = end, 0

@@ -16,6 +16,7 @@ from steptron.checkpoint.save_load import Progress
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
 from steptron.data.sampler import SampleSource
+from steptron.errors import UserError
 from steptron.optim.schedule import bias_update_rate, learning_rate
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.platform import determinism
@@ -24,7 +25,7 @@ from steptron.train.meter import Meter
 from steptron.train.plot import plot_losses
 from steptron.train.records import ValidationRecord
 from steptron.train.sinks import LOG_NAME, Sinks, make_sinks
-from steptron.train.step import TrainStep
+from steptron.train.step import NonFiniteError, TrainStep
 from steptron.train.stop import StopRequest
 
 
@@ -80,7 +81,10 @@ class Pretraining:
             waited = time.perf_counter()
             batches = self._global_batch(self.train_data, self.progress.consumed_sequences, batch_size)
             data_seconds = time.perf_counter() - waited
-            result = self.step.run(batches, lr, bias_rate, stop.requested)
+            try:
+                result = self.step.run(batches, lr, bias_rate, stop.requested)
+            except NonFiniteError as error:
+                raise UserError(f"training stopped at step {index + 1}: {error}") from error
             self.progress = Progress(
                 step=index + 1,
                 consumed_sequences=self.progress.consumed_sequences + batch_size,
@@ -119,7 +123,9 @@ class Pretraining:
         sums = torch.zeros(1 + self.config.loss.mtp_train_depths, dtype=torch.float64)
         targets = torch.zeros_like(sums)
         for i in range(min(self.config.train.validation.batches, available)):
-            batch_sums, counts = self.step.evaluate(self._global_batch(self.validation_data, i * batch_size, batch_size))
+            batch_sums, counts = self.step.evaluate(
+                self._global_batch(self.validation_data, i * batch_size, batch_size)
+            )
             sums += batch_sums.cpu()
             targets += torch.tensor(counts.targets, dtype=torch.float64)
         lm, *mtp = (sums / targets.clamp(min=1)).tolist()

@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
-from steptron.errors import UserError
 from steptron.model.assembly import StepModel
 from steptron.model.balance import BalanceContext, bias_update
 from steptron.model.init import initialise
@@ -31,7 +30,7 @@ from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients, 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class NonFiniteError(UserError):
+class NonFiniteError(Exception):
     """The loss or a gradient is NaN or infinite; parameters are as they were before the step."""
 
 
@@ -255,9 +254,9 @@ class TrainStep:
         names = sorted({name for part in gathered for name in part})
         shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
         return (
-            f"training stopped: loss {losses.total} (main {losses.lm}, MTP {list(losses.mtp)}, balance {losses.ep}), "
+            f"loss {losses.total} (main {losses.lm}, MTP {list(losses.mtp)}, balance {losses.ep}), "
             f"gradient norm {norm}. Parameters with non-finite gradients: {shown or 'none'}. "
-            "Nothing was updated in this step; the last checkpoint is unaffected."
+            "Nothing was updated in this step, and the last checkpoint is as it was."
         )
 
 

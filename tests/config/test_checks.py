@@ -184,6 +184,12 @@ REFUSED = [
         "balance.freeze_router keeps the selection biases as they are, but balance.bias.rate is 0.001: "
         "set the rate to 0 or leave it out",
     ),
+    (
+        ["balance.freeze_router=true", "balance.ep_loss_coefficient=1e-3", "balance.ep_groups=2"],
+        1,
+        "balance.freeze_router keeps the router as it is, but balance.ep_loss_coefficient is 0.001, "
+        "which would push the hidden states instead: set it to 0 or leave it out",
+    ),
     # -------------------------------------------------------------------------------------- loss
     (
         ["loss.mtp_train_depths=2", "model.mtp.depths=1"],

@@ -25,7 +25,7 @@ def _largest_deviation(blend: Blend, count: int) -> Fraction:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_prefix_is_within_one_sample_of_the_shares(weights: list[int]) -> None:
     blend = Blend(weights)
     # The shares are the weights, exactly.

@@ -39,7 +39,7 @@ def _tokens_of(stream: DocumentStream, start: int, length: int) -> list[tuple[in
 
 
 @given(LENGTHS, st.integers(0, 2**70), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_part_equals_the_slow_stream(lengths: list[int], seed: int, data: st.DataObject) -> None:
     stream = DocumentStream(np.array(lengths, np.int32), seed)
     whole = _slow_stream(stream, lengths, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,7 @@ import torch
 from steptron.config.schema import DataConfig, DatasetConfig
 from steptron.data.batch import MicroBatch
 from steptron.data.blend import Blend
-from steptron.data.dataset import DocumentStream, TokenDataset
+from steptron.data.dataset import DocumentStream, SampleOrder, TokenDataset
 from steptron.data.errors import DataError
 from steptron.data.sampler import SampleSource
 from steptron.data.tokenizer import Tokenizer, train_tokenizer
@@ -106,12 +107,19 @@ def test_batches_equal_the_slow_reference(
         )
         for number, dataset in enumerate(datasets)
     ]
-    count = min(len(stream) // 16 for stream in streams) if split == "train" else source.num_samples
+    # Three of the four epochs: the last block of samples in them may reach into the next epoch.
+    count = min(len(stream) // 16 * 3 // 4 for stream in streams) if split == "train" else source.num_samples
     assert count is not None and count > 10
     numbers = Blend(weights).locate(0, count)[0].tolist()
+    orders = [
+        SampleOrder(len(stream) // 4 // 16, _stream_seed(split, 7, number)) for number, stream in enumerate(streams)
+    ]
+    places = [numbers[:sample].count(number) for sample, number in enumerate(numbers)]
+    if split == "train":
+        places = [orders[number].place(place) for number, place in zip(numbers, places, strict=True)]
     expected = [
-        _slow_row(streams[number], numbers[:sample].count(number), 16, attention == "isolated")
-        for sample, number in enumerate(numbers)
+        _slow_row(streams[number], place, 16, attention == "isolated")
+        for number, place in zip(numbers, places, strict=True)
     ]
     assert _rows(source.micro_batch(0, count)) == expected
     # Random access and other cuts give the same rows.
@@ -144,10 +152,25 @@ def test_every_token_of_an_epoch_is_an_input_once(folder: Path) -> None:
 
 
 def test_neighbouring_samples_share_one_token(folder: Path) -> None:
+    """In the stream's order, which is the validation split's."""
     datasets = _blend(folder, 1.0)
-    batch = SampleSource(datasets, "train", _data(datasets)).micro_batch(0, 200)  # several epochs
+    source = SampleSource(datasets, "validation", _data(datasets))
+    assert source.num_samples is not None
+    batch = source.micro_batch(0, source.num_samples - 1)
     torch.testing.assert_close(batch.labels_BS[:-1, -1], batch.tokens_BS[1:, 0], rtol=0, atol=0)
     torch.testing.assert_close(batch.labels_BS[:, :-1], batch.tokens_BS[:, 1:], rtol=0, atol=0)
+
+
+def test_samples_are_shuffled_within_an_epoch() -> None:
+    """Every block is a permutation, no two are alike, and a batch does not come from one place."""
+    order = SampleOrder(50, seed=3)
+    blocks = [[order.place(block * 50 + i) - block * 50 for i in range(50)] for block in range(4)]
+    assert all(sorted(block) == list(range(50)) for block in blocks)
+    assert len({tuple(block) for block in blocks}) == 4
+    assert [order.place(i) for i in range(60)] == [SampleOrder(50, seed=3).place(i) for i in range(60)]
+    assert [order.place(i) for i in range(50)] != [SampleOrder(50, seed=4).place(i) for i in range(50)]
+    neighbours = sum(abs(a - b) == 1 for block in blocks for a, b in itertools.pairwise(block))
+    assert neighbours < 20
 
 
 def test_the_end_of_document_counts_and_what_follows_it_does_only_when_crossing(folder: Path) -> None:
@@ -192,6 +215,16 @@ def test_validation_uses_every_target_once_and_then_pads(folder: Path) -> None:
     for values_BS in (batch.tokens_BS, batch.labels_BS, batch.positions_BS):
         assert not values_BS[~real_BS].any()
     assert _rows(source.micro_batch(count + 100, 2)) == _rows(source.micro_batch(count, 2))
+
+
+def test_validation_that_fits_exactly_has_no_empty_sample(folder: Path) -> None:
+    datasets = _blend(folder, 1.0)
+    targets = TokenDataset.open(folder / "a", "validation").num_tokens - 1
+    for count in (1, 2, 3):
+        length = -(-targets // count)
+        source = SampleSource(datasets, "validation", _data(datasets, sequence_length=length))
+        assert source.num_samples == count
+        assert (source.micro_batch(count - 1, 1).documents_BS >= 0).any()
 
 
 def test_validation_of_a_blend_keeps_its_weights_and_never_repeats(folder: Path) -> None:

@@ -43,9 +43,7 @@ def small_config(**changes: Any) -> ModelConfig:
         full=AttentionConfig(
             num_heads=2,
             num_kv_groups=2,
-            rope=RopeConfig(
-                theta=5e6, rotary_fraction=0.5, scaling=RopeScalingConfig(factor=2.0, original_length=16)
-            ),
+            rope=RopeConfig(theta=5e6, rotary_fraction=0.5, scaling=RopeScalingConfig(factor=2.0, original_length=16)),
         ),
         sliding=SlidingAttentionConfig(num_heads=4, num_kv_groups=2, window=4, rope=RopeConfig(theta=1e4)),
         moe=MoeConfig(num_experts=4, top_k=2, expert_hidden_size=16, shared_hidden_size=24),
@@ -144,8 +142,6 @@ def assert_all_close(
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= tolerance, f"{worst}: {errors[worst]:.2e} > {tolerance:.0e}"
-
-
 
 
 def watch_selection_gaps(model: StepModel) -> list[float]:

@@ -103,9 +103,7 @@ def test_where_the_embedding_is_held() -> None:
 def test_every_tensor_is_on_exactly_one_stage_but_for_the_embedding() -> None:
     config = small_config()
     names = [name for stage in split_stages(5, 4) for name, _ in build_model(config, stage).logical_tensors()]
-    assert sorted(names) == sorted(
-        [*(p.name for p in build_model(config).spec.parameters()), "embedding.weight"]
-    )
+    assert sorted(names) == sorted([*(p.name for p in build_model(config).spec.parameters()), "embedding.weight"])
 
 
 def test_a_later_stage_without_its_input_says_so() -> None:
@@ -201,7 +199,12 @@ def test_the_balance_loss_adds_its_gradient_once_whatever_the_losses_are_scaled_
 
     without = model_with_values(config)
     torch.dot(without(batch, balance_for(batch, 0.0)), scale).backward()
-    assert relative_error(gradients(without)["layers.1.ffn.router.weight"], gradients(attached)["layers.1.ffn.router.weight"]) > 0.01
+    assert (
+        relative_error(
+            gradients(without)["layers.1.ffn.router.weight"], gradients(attached)["layers.1.ffn.router.weight"]
+        )
+        > 0.01
+    )
 
 
 def test_recording_the_balance_changes_no_loss() -> None:

@@ -133,7 +133,7 @@ def test_equals_dense(S: int, window: int | None, ragged: bool, sink: bool) -> N
     assert_equal_to_dense(Case.random(S, 3, 6, 2, 8), window, documents, sink)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     S=st.integers(1, 90),
     B=st.integers(1, 3),
@@ -186,6 +186,14 @@ def test_bfloat16_computes_in_float32(window: int | None) -> None:
     assert torch.equal(ours[0], case.to(torch.float32).run(attended(window, None), sink=True)[0].bfloat16())
     for actual, expected in zip(ours, truth, strict=True):
         assert relative_error(actual, expected) < 4e-3
+
+
+def test_the_fused_form_of_plain_causal_attention_equals_dense() -> None:
+    """What full layers without documents, sink or earlier keys run on CUDA."""
+    case = Case.random(33, 2, 6, 2, 8)
+    fused = case.run(lambda q, k, v, _: attention_core._fused_causal_attention(q, k, v), sink=False)
+    for actual, truth in zip(fused, case.run(dense(None, None), sink=False), strict=True):
+        torch.testing.assert_close(actual, truth, **EXACT)
 
 
 # ---------------------------------------------------------------------- ways to get it wrong
@@ -321,8 +329,8 @@ def test_a_window_costs_s_times_w(ragged: bool) -> None:
 
 @pytest.mark.parametrize("window", [64, None])
 def test_scores_are_held_for_one_chunk_only(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_core, "_CHUNK_SCORES", 1 << 16)
-    assert _sizes(2048, window).largest <= 1 << 16
+    monkeypatch.setattr(attention_core, "_CHUNK_SCORES", 1 << 17)
+    assert _sizes(2048, window).largest <= 1 << 17
 
 
 def test_full_attention_skips_earlier_documents() -> None:

@@ -170,6 +170,18 @@ def test_observing_a_layer_again_counts_once() -> None:
     assert torch.equal(context.layers[2].tokens_per_expert_E, counts)
 
 
+def test_scores_that_all_underflow_leave_everything_finite() -> None:
+    """As in the router, whose weights are 0 then: one such token must not end a run with NaN."""
+    routing = make_routing(8, 3, seed=9, dtype=torch.float32)
+    scores = routing.scores_TE.detach().clone()
+    scores[5] = 0.0
+    scores.requires_grad_()
+    context = BalanceContext(4, 1.0, None, 8)
+    loss = context.observe(0, Routing(routing.experts_TK, routing.weights_TK, scores))
+    loss.backward()
+    assert loss.isfinite() and context.layers[0].confidence.isfinite() and scores.grad.isfinite().all()
+
+
 def test_counts_of_experts_nobody_selects_are_zero() -> None:
     assert expert_counts(torch.tensor([[0, 1], [1, 0]]), 5, None).tolist() == [2, 2, 0, 0, 0]
     assert expert_counts(torch.tensor([[0, 1], [1, 4]]), 5, torch.tensor([True, False])).tolist() == [1, 1, 0, 0, 0]

@@ -84,14 +84,12 @@ def test_local_dispatcher_of_any_shape(tokens: int, experts: int, top_k: int, se
     # Rows of an expert come in the order of their tokens: a stable sort, the same on every machine.
     expected = [h[t] for e in range(experts) for t in range(tokens) if e in routing.experts_TK[t]]
     assert torch.equal(x, torch.stack(expected) if expected else x)
-    torch.testing.assert_close(
-        through(LocalDispatcher(), h, routing), by_loops(h, routing), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(through(LocalDispatcher(), h, routing), by_loops(h, routing), rtol=1e-12, atol=1e-12)
 
 
 def test_weights_travel_with_their_rows() -> None:
     routing = make_routing(9, 3, seed=3)
-    _, counts, weights = LocalDispatcher().dispatch(torch.zeros(9, HIDDEN), routing)
+    _, _, weights = LocalDispatcher().dispatch(torch.zeros(9, HIDDEN), routing)
     expected = [
         routing.weights_TK[t, routing.experts_TK[t].tolist().index(e)].item()
         for e in range(EXPERTS)

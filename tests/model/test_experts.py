@@ -165,8 +165,7 @@ def test_grouped_experts(counts: list[int], limit: float | None, after: bool) ->
     y.backward(direction)
 
     leaves = [
-        t.detach().double().requires_grad_()
-        for t in (x, experts.gate_up_projection, experts.down_projection, weights)
+        t.detach().double().requires_grad_() for t in (x, experts.gate_up_projection, experts.down_projection, weights)
     ]
     expected = experts_by_loop(leaves[0], leaves[1], leaves[2], counts, leaves[3], limit, after)
     assert y.shape == (tokens, HIDDEN)

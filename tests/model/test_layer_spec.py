@@ -7,11 +7,17 @@ import math
 import pytest
 import torch
 
-from steptron.config.schema import AttentionConfig, ModelConfig, MtpConfig, RopeConfig, SlidingAttentionConfig
+from steptron.config.schema import (
+    AttentionConfig,
+    ModelConfig,
+    MtpConfig,
+    ParallelConfig,
+    RopeConfig,
+    SlidingAttentionConfig,
+)
 from steptron.model.assembly import meta_parameters
 from steptron.model.layer_spec import AttentionKind, LayerRole, MoeFfnSpec, ParameterRole, model_spec, parse_layout
 from steptron.model.transformer_config import transformer_config
-from steptron.config.schema import ParallelConfig
 from tests.model.helpers import build_model, fill, random_batch, single_process, small_config
 from tests.planning.models import flash
 
@@ -135,7 +141,15 @@ def test_names_are_unique_and_slices_tile_their_parameter(layout: str, head: str
         assert row == parameter.shape[1 if parameter.is_expert else 0]
         assert parameter.size == math.prod(parameter.shape)
         assert parameter.is_trained == (not parameter.name.endswith("router.bias"))
-        assert len({matrix.role in {r for r in ParameterRole if r.value.startswith("expert_")} for matrix in parameter.matrices}) == 1
+        assert (
+            len(
+                {
+                    matrix.role in {r for r in ParameterRole if r.value.startswith("expert_")}
+                    for matrix in parameter.matrices
+                }
+            )
+            == 1
+        )
 
 
 def test_logical_matrices_are_the_tensors_of_the_released_checkpoint() -> None:

@@ -55,7 +55,9 @@ def direction_like(x: torch.Tensor, seed: int = 2) -> torch.Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def by_loops(layer: MoeFfn, h: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def by_loops(
+    layer: MoeFfn, h: torch.Tensor, valid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Output [T, H] and L_EP in float64, and the leaves: h, then the layer's parameters in order."""
     leaves = [h.reshape(-1, HIDDEN).detach().double().requires_grad_()]
     leaves += [p.detach().double().requires_grad_() for p in layer.parameters()]

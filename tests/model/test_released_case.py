@@ -294,9 +294,7 @@ def test_transformers_agrees() -> None:
     with torch.no_grad():
         for parameter in ours.spec.parameters():
             stacked = parameter.name.endswith("experts.gate_up_projection")
-            parts = [
-                their_tensors[transformers_name(matrix.name, config.num_layers)] for matrix in parameter.matrices
-            ]
+            parts = [their_tensors[transformers_name(matrix.name, config.num_layers)] for matrix in parameter.matrices]
             tensors[parameter.name].copy_(parts[0] if stacked else torch.cat(parts))
 
     ids = torch.randint(0, config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(1))

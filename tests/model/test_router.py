@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from steptron.config.schema import ParallelConfig
 from steptron.model.layer_spec import DenseFfnSpec, MoeFfnSpec
 from steptron.model.router import Router
 from steptron.model.transformer_config import transformer_config
-from steptron.config.schema import ParallelConfig
 from tests.model.helpers import small_config
 
 HIDDEN, EXPERTS = 16, 6
@@ -53,9 +53,7 @@ def test_selection_weights_and_scores(top_k: int) -> None:
     )
     assert routing.experts_TK.dtype is torch.int64 and routing.weights_TK.dtype is torch.float32
     assert [set(row) for row in routing.experts_TK.tolist()] == selected
-    for experts, own, expected in zip(
-        routing.experts_TK.tolist(), routing.weights_TK.tolist(), weights, strict=True
-    ):
+    for experts, own, expected in zip(routing.experts_TK.tolist(), routing.weights_TK.tolist(), weights, strict=True):
         assert own == pytest.approx([expected[e] for e in experts], rel=2e-6)
         assert sum(own) == pytest.approx(3.0, rel=1e-6)
     torch.testing.assert_close(

@@ -105,9 +105,9 @@ ORDERS = {
 
 
 def reduce_in_orders(rank: int, world_size: int, orders: list[list[int]], bucket_elements: int) -> dict[str, Any]:
-    gradient_buffer._BUCKET_ELEMENTS = bucket_elements
     issued: list[int] = []
-    plain = dist.all_reduce
+    plain, size = dist.all_reduce, gradient_buffer._BUCKET_ELEMENTS
+    gradient_buffer._BUCKET_ELEMENTS = bucket_elements
 
     def spy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         issued.append(tensor.numel())
@@ -131,7 +131,8 @@ def reduce_in_orders(rank: int, world_size: int, orders: list[list[int]], bucket
             steps.append((early, started, list(issued), [p.main_grad.clone() for p in parameters]))
         return {"steps": steps, "buckets": len(buffer._buckets)}
     finally:
-        gradient_buffer.dist.all_reduce = plain
+        # The worker serves other tests afterwards.
+        gradient_buffer.dist.all_reduce, gradient_buffer._BUCKET_ELEMENTS = plain, size
 
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
@@ -166,6 +167,17 @@ def test_reductions_start_during_the_backward(pool: WorkerPool) -> None:
     assert started == 5 and issued == [6, 7, 8, 5, 12]
 
 
+def reduce_model_in_small_buckets(
+    rank: int, world_size: int, expert: int, bucket_elements: int
+) -> dict[str, tuple[int, torch.Tensor]]:
+    size = gradient_buffer._BUCKET_ELEMENTS
+    gradient_buffer._BUCKET_ELEMENTS = bucket_elements
+    try:
+        return reduce_model(rank, world_size, expert)
+    finally:
+        gradient_buffer._BUCKET_ELEMENTS = size
+
+
 def reduce_model(rank: int, world_size: int, expert: int) -> dict[str, tuple[int, torch.Tensor]]:
     """Gradients of two micro-batches per rank."""
     parallel = ParallelConfig(expert=expert)
@@ -188,18 +200,24 @@ def micro_batch(seed: int) -> MicroBatch:
 
 
 @pytest.mark.parametrize("world_size, expert", [(2, 1), (2, 2), (4, 2)], ids=["DP2", "EP2", "DP2xEP2"])
-def test_sums_over_ranks_are_those_of_one_process(pool: WorkerPool, world_size: int, expert: int) -> None:
+@pytest.mark.parametrize("bucket_elements", [3000, 1 << 24])
+def test_sums_over_ranks_are_those_of_one_process(
+    pool: WorkerPool, world_size: int, expert: int, bucket_elements: int
+) -> None:
+    """Reductions that overlap with the dispatchers' own communication included."""
     model = build_model(small_config())
     fill(model, 0)
     for seed in range(2 * world_size):
         model(micro_batch(seed)).sum().backward()
     expected = gradients(model)
-    ranks = pool.run(world_size, reduce_model, expert)
+    ranks = pool.run(world_size, reduce_model_in_small_buckets, expert, bucket_elements)
     seen: dict[str, set[int]] = {}
     for rank in ranks:
         assert rank.keys() == expected.keys()
         for name, (first, own) in rank.items():
-            right = expected[name][first : first + own.shape[0]] if own.shape != expected[name].shape else expected[name]
+            right = (
+                expected[name][first : first + own.shape[0]] if own.shape != expected[name].shape else expected[name]
+            )
             assert relative_error(own, right) < 2e-6, name
             seen.setdefault(name, set()).add(first)
     experts = {p.name for p in model_spec(small_config()).parameters() if p.is_expert}

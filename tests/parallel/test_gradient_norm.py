@@ -9,16 +9,17 @@ import torch
 
 from steptron.config.schema import ParallelConfig
 from steptron.parallel.gradient_buffer import DataParallel
-from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
+from steptron.parallel.gradient_norm import _sum_of_squares, clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.parallel.stages import split_stages
 from tests.model.helpers import build_model, single_process, small_config
 from tests.worker_pool import WorkerPool
 
 CONFIG = small_config()
+CPU = torch.device("cpu")
 
 
-def whole_gradients(mtp_depths: int, freeze_router: bool) -> dict[str, torch.Tensor]:
+def whole_gradients() -> dict[str, torch.Tensor]:
     """A gradient for every parameter of the whole model; frozen ones get one too, which must not count."""
     generator = torch.Generator().manual_seed(0)
     model = build_model(CONFIG)
@@ -27,7 +28,7 @@ def whole_gradients(mtp_depths: int, freeze_router: bool) -> dict[str, torch.Ten
 
 def direct_norm(mtp_depths: int, freeze_router: bool) -> float:
     total = 0.0
-    for name, gradient in whole_gradients(mtp_depths, freeze_router).items():
+    for name, gradient in whole_gradients().items():
         frozen = name.endswith("router.bias") or (freeze_router and name.endswith("router.weight"))
         frozen |= any(name.startswith(f"mtp.{depth}.") for depth in range(mtp_depths, CONFIG.mtp.depths))
         if not frozen:
@@ -40,7 +41,7 @@ def loaded(mesh: Mesh, parallel: ParallelConfig, mtp_depths: int, freeze_router:
     stage = split_stages(CONFIG.num_layers, parallel.pipeline)[mesh.pipeline_rank]
     model = build_model(CONFIG, stage, mesh, parallel, mtp_depths=mtp_depths, freeze_router=freeze_router)
     wrapped = DataParallel(model, mesh.groups.dp_cp, mesh.groups.expt_dp)
-    values = whole_gradients(mtp_depths, freeze_router)
+    values = whole_gradients()
     first, last = mesh.expert_range(CONFIG.moe.num_experts)
     experts = {p.name for p in model.spec.parameters() if p.is_expert}
     for name, parameter in model.named_parameters():
@@ -114,10 +115,22 @@ def test_gradients_that_are_not_finite_show_in_the_norm() -> None:
     assert math.isinf(gradient_norm(model, mesh))
 
 
-def test_large_gradients_do_not_overflow() -> None:
+@pytest.mark.parametrize("size", [1e15, 1e-15])
+def test_very_large_and_very_small_gradients(size: float) -> None:
     mesh = single_process()
     model = loaded(mesh, ParallelConfig(), 2, False)
     for buffer in model.buffers:
-        buffer.data.fill_(1e18)
-    expected = 1e18 * math.sqrt(sum(buffer.data.numel() for buffer in model.buffers))
-    assert gradient_norm(model, mesh) == pytest.approx(expected, rel=1e-5)
+        buffer.data.fill_(size)
+    expected = size * math.sqrt(sum(buffer.data.numel() for buffer in model.buffers))
+    assert gradient_norm(model, mesh) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_norm_of_a_large_tensor_is_exact() -> None:
+    """torch's own CPU norm of three million fp32 elements is off by 5e-5: ranks that hold different
+    parts of the same experts would clip differently."""
+    gradient = torch.randn(3_000_001, generator=torch.Generator().manual_seed(1))
+    expected = float(gradient.double().square().sum())
+    assert float(_sum_of_squares([gradient], CPU)) == pytest.approx(expected, rel=1e-6)
+    halves = [gradient[:1_000_000], gradient[1_000_000:]]
+    assert float(_sum_of_squares(halves, CPU)) == pytest.approx(expected, rel=1e-6)
+    assert float(_sum_of_squares([], CPU)) == 0.0

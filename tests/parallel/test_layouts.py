@@ -53,7 +53,11 @@ def test_layout_gives_the_numbers_of_one_process(
     for outcome in outcomes:
         assert outcome.smallest_gap > layouts.NEAR_TIE
         for own, expected in zip(outcome.losses, reference.losses, strict=True):
-            for a, b in zip((own.lm, *own.mtp, own.ep, own.total), (expected.lm, *expected.mtp, expected.ep, expected.total), strict=True):
+            for a, b in zip(
+                (own.lm, *own.mtp, own.ep, own.total),
+                (expected.lm, *expected.mtp, expected.ep, expected.total),
+                strict=True,
+            ):
                 assert math.isclose(a, b, rel_tol=1e-6)
         assert torch.equal(outcome.tokens_per_expert[0], reference.tokens_per_expert[0])
 
