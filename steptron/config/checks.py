@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from steptron.config.schema import ModelConfig, ParallelConfig, PretrainConfig, TrainConfig
+from steptron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PretrainConfig, TrainConfig
 from steptron.errors import ConfigError
 from steptron.model.layer_spec import AttentionKind, parse_layout
 
@@ -300,6 +300,10 @@ def _schedule(config: PretrainConfig) -> Iterator[str]:
     optimizer, schedule, steps = config.optimizer, config.optimizer.schedule, config.train.steps
     if schedule.warmup_steps >= steps:
         yield f"optimizer.schedule.warmup_steps ({schedule.warmup_steps}) must be less than train.steps ({steps})"
+    if optimizer.name == "sgd":
+        for name in ("beta1", "beta2", "eps"):
+            if getattr(optimizer, name) != OptimizerConfig.model_fields[name].default:
+                yield f"optimizer.{name} is set, but optimizer.name is sgd, which has no moments: leave it out"
     if schedule.kind == "cosine" and schedule.min_lr > optimizer.lr:
         yield f"optimizer.schedule.min_lr ({schedule.min_lr}) must not exceed optimizer.lr ({optimizer.lr})"
     if schedule.kind != "cosine" and schedule.min_lr > 0:

@@ -260,9 +260,9 @@ class OptimizerConfig(Section):
         "adamw", description="optimizer; sgd (without momentum) serves comparisons of layouts"
     )
     lr: PositiveFloat = Field(description="peak learning rate")
-    beta1: DecayRate = Field(0.9, description="decay of the first moment")
-    beta2: DecayRate = Field(0.95, description="decay of the second moment")
-    eps: PositiveFloat = Field(1e-8, description="epsilon of the denominator")
+    beta1: DecayRate = Field(0.9, description="AdamW's decay of the first moment")
+    beta2: DecayRate = Field(0.95, description="AdamW's decay of the second moment")
+    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon of the denominator")
     weight_decay: NonNegativeFloat = Field(0.1, description="decoupled weight decay")
     decay_norms: bool = Field(
         True, description="apply weight decay to zero-centred norm weights too, as the report's trainer does"

@@ -7,25 +7,18 @@ from collections.abc import Mapping
 import torch
 
 from steptron.config.schema import OptimizerConfig
-from steptron.model.layer_spec import ParameterRole
-from steptron.optim.base import MasterWeights, NamedParameter
+from steptron.optim.base import MasterWeights, NamedParameter, weight_decay
 
 
 class AdamW:
-    """AdamW with decoupled weight decay (arXiv 1711.05101) on fp32 weights.
-
-    Weight decay acts on every parameter; on norms (zero-centred, so that decay pulls towards 1)
-    and sinks only when ``decay_norms`` is set.
-    """
+    """AdamW with decoupled weight decay (arXiv 1711.05101) on fp32 weights."""
 
     def __init__(self, config: OptimizerConfig, parameters: list[NamedParameter]) -> None:
         self._master = MasterWeights(parameters)
         self._parameters = parameters
-        undecayed = set() if config.decay_norms else {ParameterRole.NORM, ParameterRole.SINK}
         groups: dict[float, list[torch.Tensor]] = {}
         for parameter, weight in zip(parameters, self._master.weights, strict=True):
-            decay = 0.0 if parameter.spec.role in undecayed else config.weight_decay
-            groups.setdefault(decay, []).append(weight)
+            groups.setdefault(weight_decay(config, parameter.spec.role), []).append(weight)
         self._engine = torch.optim.AdamW(
             [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()],
             lr=config.lr,

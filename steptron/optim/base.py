@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from steptron.model.layer_spec import ParameterSpec
+from steptron.config.schema import OptimizerConfig
+from steptron.model.layer_spec import ParameterRole, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,15 @@ class NamedParameter:
 
     spec: ParameterSpec
     tensor: torch.nn.Parameter
+
+
+def weight_decay(config: OptimizerConfig, role: ParameterRole) -> float:
+    """Decoupled weight decay of a parameter.
+
+    Norms (zero-centred, so that decay pulls gamma towards 1) and sinks decay only with ``decay_norms``.
+    """
+    undecayed = not config.decay_norms and role in (ParameterRole.NORM, ParameterRole.SINK)
+    return 0.0 if undecayed else config.weight_decay
 
 
 class Optimizer(Protocol):

@@ -190,6 +190,11 @@ REFUSED = [
         "balance.freeze_router keeps the router as it is, but balance.ep_loss_coefficient is 0.001, "
         "which would push the hidden states instead: set it to 0 or leave it out",
     ),
+    (
+        ["optimizer.name=sgd", "optimizer.beta2=0.9"],
+        1,
+        "optimizer.beta2 is set, but optimizer.name is sgd, which has no moments: leave it out",
+    ),
     # -------------------------------------------------------------------------------------- loss
     (
         ["loss.mtp_train_depths=2", "model.mtp.depths=1"],

@@ -232,7 +232,7 @@ def test_sgd_is_its_formula() -> None:
     optimizer = Sgd(config(name="sgd", weight_decay=0.5), parameters)
     for step in range(5):
         for name, g in set_gradients(parameters, step).items():
-            expected[name] = expected[name] - 0.03 * (step + 1) * g
+            expected[name] = expected[name] - 0.03 * (step + 1) * (g + 0.5 * expected[name])
         optimizer.step(0.03 * (step + 1))
     for p in parameters:
         torch.testing.assert_close(p.tensor.detach().double(), expected[p.spec.name], rtol=1e-6, atol=1e-6)
