@@ -105,26 +105,26 @@ def load(folder: Path, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> P
         UserError: a tensor is missing or has another shape (message names it).
     """
     manifest = read_manifest(folder)
-    _load_into(folder, model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh))
+    _load_into(folder, module, model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh))
     optimizer.set_num_steps(manifest["optimizer_steps"])
     return Progress(**manifest["progress"])
 
 
 def load_model(folder: Path, module: StepModel, mesh: Mesh) -> None:
     """Restores parameters and router biases only."""
-    _load_into(folder, model_tensors(module, mesh))
+    _load_into(folder, module, model_tensors(module, mesh))
 
 
 @torch.no_grad()
-def _load_into(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
-    _check_matches(folder, tensors)
+def _load_into(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor]) -> None:
+    _check_matches(folder, module, tensors)
     targets = {key: sharded.data for key, sharded in tensors.items()}
     loaded = dist_checkpointing.load(dict(tensors), str(folder))
     for key, target in targets.items():
         target.copy_(loaded[key])
 
 
-def _check_matches(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
+def _check_matches(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor]) -> None:
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
     except (CheckpointingException, OSError) as error:
@@ -137,6 +137,8 @@ def _check_matches(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
             problems.append(
                 f"{key} has shape {list(stored[key].global_shape)}, the model needs {list(tensor.global_shape)}"
             )
+    known = {f"model.{matrix.name}" for parameter in module.spec.parameters() for matrix in parameter.matrices}
+    problems += [f"{key} is not part of the model" for key in stored if key.startswith("model.") and key not in known]
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise UserError(f"checkpoint {folder} does not fit this model:\n  {shown}")

@@ -1,0 +1,45 @@
+"""Names, order and retention of checkpoint folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, list_checkpoints, prune, resolve
+from steptron.errors import UserError
+
+
+def make(output: Path, step: int, complete: bool = True) -> Path:
+    folder = checkpoint_folder(output, step)
+    folder.mkdir(parents=True)
+    if complete:
+        (folder / MANIFEST).write_text("{}")
+    return folder
+
+
+def test_only_complete_checkpoints_count_oldest_first(tmp_path: Path) -> None:
+    newest, oldest = make(tmp_path, 1000), make(tmp_path, 20)
+    make(tmp_path, 3000, complete=False)
+    (tmp_path / "checkpoints" / "step_00004000.partial").mkdir()
+    (tmp_path / "checkpoints" / "step_00004000.partial" / MANIFEST).write_text("{}")
+    assert list_checkpoints(tmp_path) == [oldest, newest]
+    assert list_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_prune_keeps_the_newest(tmp_path: Path) -> None:
+    folders = [make(tmp_path, step) for step in (1, 2, 3)]
+    prune(tmp_path, 2)
+    assert list_checkpoints(tmp_path) == folders[1:]
+    prune(tmp_path, 5)
+    assert list_checkpoints(tmp_path) == folders[1:]
+
+
+def test_resolve_takes_a_checkpoint_a_run_or_its_checkpoints_folder(tmp_path: Path) -> None:
+    older, newest = make(tmp_path, 1), make(tmp_path, 2)
+    assert resolve(older) == older
+    assert resolve(tmp_path) == newest
+    assert resolve(tmp_path / "checkpoints") == newest
+    for wrong in (tmp_path / "nowhere", tmp_path / "checkpoints" / "step_00000003"):
+        with pytest.raises(UserError, match=f"{wrong} is not a checkpoint"):
+            resolve(wrong)

@@ -1,0 +1,179 @@
+"""Checkpoints written under one layout and read under the same and under another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from steptron.checkpoint import save_load
+from steptron.checkpoint.folder import MANIFEST
+from steptron.checkpoint.restore import restore_model
+from steptron.checkpoint.save_load import CONFIG, Progress
+from steptron.config.loader import load as load_config
+from steptron.config.schema import PretrainConfig
+from steptron.errors import UserError
+from steptron.parallel.mesh import build_mesh
+from steptron.train.step import TrainStep
+from tests.parallel.layouts import NANO, make_batches
+from tests.worker_pool import WorkerPool
+
+PROGRESS = Progress(step=2, consumed_sequences=16, consumed_tokens=700)
+LAYOUTS = {
+    "one process": (1, []),
+    "EP2": (2, ["parallel.expert=2"]),
+    "PP2": (2, ["parallel.pipeline=2"]),
+    "PP2xEP2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+}
+State = dict[str, torch.Tensor]
+
+
+def configuration(output: Path, overrides: list[str]) -> PretrainConfig:
+    return load_config(NANO, [f"train.output={output}", "data.sequence_length=48", *overrides]).config
+
+
+def train_and_save(rank: int, world_size: int, output: Path, overrides: list[str]) -> State:
+    """Two steps, a checkpoint, and what it should hold on this rank."""
+    config = configuration(output, overrides)
+    mesh = build_mesh(config.parallel)
+    train = TrainStep(config, mesh, torch.device("cpu"))
+    for _ in range(2):
+        train.run(make_batches()[mesh.data_rank :: mesh.data_size], 1e-2, 1e-3)
+    save_load.save(config, PROGRESS, train.module, train.optimizer, mesh)
+    return state_of(train)
+
+
+def load_and_report(rank: int, world_size: int, folder: Path, overrides: list[str]) -> tuple[Progress, int, State]:
+    config = configuration(folder, overrides)
+    mesh = build_mesh(config.parallel)
+    train = TrainStep(config, mesh, torch.device("cpu"))
+    for tensor in state_of(train).values():
+        tensor.fill_(float("nan"))
+    progress = save_load.load(folder, train.module, train.optimizer, mesh)
+    return progress, train.optimizer.num_steps, state_of(train)
+
+
+def state_of(train: TrainStep) -> State:
+    """Every tensor of this rank's state, aliased; experts by their first global index."""
+    experts = {p.name for p in train.spec.parameters() if p.is_expert}
+    tensors: State = {}
+    for kind, values in {"model": dict(train.module.logical_tensors()), **train.optimizer.state()}.items():
+        for name, tensor in values.items():
+            place = f"@{train.mesh.expert_rank / train.mesh.expert_size}" if name in experts else ""
+            tensors[f"{kind}.{name}{place}"] = tensor.detach()
+    return tensors
+
+
+def full(parts: list[State]) -> State:
+    """Logical tensors from all ranks: experts joined in order, replicas equal."""
+    pieces: dict[str, dict[str, torch.Tensor]] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            logical, _, place = name.partition("@")
+            known = pieces.setdefault(logical, {}).setdefault(place, tensor)
+            assert torch.equal(known, tensor), name
+    return {name: torch.cat([places[key] for key in sorted(places)]) for name, places in pieces.items()}
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_loads_bit_equal_under_every_layout(
+    pool: WorkerPool, tmp_path: Path, target: str, precision: str
+) -> None:
+    world_size, layout = LAYOUTS["PP2xEP2"]
+    settings = [f"train.precision={precision}"]
+    saved = full(pool.run(world_size, train_and_save, tmp_path, [*layout, *settings]))
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    world_size, layout = LAYOUTS[target]
+    outcomes = pool.run(world_size, load_and_report, folder, [*layout, *settings])
+    assert {(progress, steps) for progress, steps, _ in outcomes} == {(PROGRESS, 2)}
+    loaded = full([state for _, _, state in outcomes])
+    assert loaded.keys() == saved.keys()
+    assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == []
+    assert any(name.startswith("master.") for name in saved) == (precision == "bf16")
+
+
+def restored(rank: int, world_size: int, folder: Path) -> State:
+    model, config = restore_model(folder, torch.device("cpu"))
+    assert config == load_config(folder / CONFIG).config
+    return {f"model.{name}": tensor.detach() for name, tensor in model.logical_tensors()}
+
+
+def failing_load(rank: int, world_size: int, folder: Path, overrides: list[str]) -> str:
+    try:
+        load_and_report(rank, world_size, folder, overrides)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("run")
+    pool.run(2, train_and_save, output, ["parallel.expert=2"])
+    return output / "checkpoints" / "step_00000002"
+
+
+def test_restore_builds_the_model_in_one_process(pool: WorkerPool, checkpoint: Path) -> None:
+    (tensors,) = pool.run(1, restored, checkpoint)
+    ((_, _, state),) = pool.run(1, load_and_report, checkpoint, [])
+    assert tensors.keys() == {name.partition("@")[0] for name in state if name.startswith("model.")}
+    for name, tensor in state.items():
+        if name.startswith("model."):
+            assert torch.equal(tensors[name.partition("@")[0]], tensor)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["model.dense_hidden_size=192"],
+            "model.layers.0.ffn.gate.weight has shape [160, 64], the model needs [192, 64]",
+        ),
+        (
+            ["model.num_layers=10", "model.clamp={}"],
+            "model.layers.9.attention_norm.weight is missing",
+        ),
+        (
+            ["model.num_layers=8", "model.clamp={}"],
+            "model.layers.8.attention_norm.weight is not part of the model",
+        ),
+        (["model.layout=S3F1+heads+gate+sink"], "model.layers.0.attention.sink is missing"),
+        (["train.precision=bf16"], "optimizer.master.embedding.weight is missing"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    pool: WorkerPool, checkpoint: Path, overrides: list[str], message: str
+) -> None:
+    (text,) = pool.run(1, failing_load, checkpoint, overrides)
+    assert text.startswith(f"checkpoint {checkpoint} does not fit this model:") and message in text
+
+
+def test_a_checkpoint_of_another_format_is_refused(pool: WorkerPool, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000002"
+    folder.mkdir()
+    (folder / MANIFEST).write_text(json.dumps({"format_version": 99}))
+    with pytest.raises(UserError, match="has checkpoint format 99, this version reads 1"):
+        save_load.read_manifest(folder)
+    (folder / MANIFEST).write_text("{")
+    with pytest.raises(UserError, match=r"steptron\.json cannot be read"):
+        save_load.read_manifest(folder)
+    (folder / MANIFEST).write_bytes((checkpoint / MANIFEST).read_bytes())
+    (text,) = pool.run(1, failing_load, folder, [])
+    assert f"{folder} cannot be read as a checkpoint" in text
+
+
+def save_into_a_file(rank: int, world_size: int, output: Path) -> str:
+    output.write_text("not a folder") if rank == 0 else None
+    try:
+        train_and_save(rank, world_size, output, ["parallel.expert=2"])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unwritable_folder_is_reported_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    for text in pool.run(2, save_into_a_file, tmp_path / "occupied"):
+        assert text.startswith("checkpoint not written: ") and str(tmp_path / "occupied") in text
