@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 import steptron
 from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, prune
@@ -59,7 +62,8 @@ def save(config: PretrainConfig, progress: Progress, module: StepModel, optimize
     temporary = final.with_suffix(".partial")
     _on_first_rank(lambda: _prepare(temporary))
     tensors: dict[str, Any] = model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh)
-    dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
+    with _results_in_this_process():
+        dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
     manifest = {
         "format_version": FORMAT_VERSION,
         "steptron_version": steptron.__version__,
@@ -142,6 +146,21 @@ def _check_matches(folder: Path, module: StepModel, tensors: dict[str, ShardedTe
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise UserError(f"checkpoint {folder} does not fit this model:\n  {shown}")
+
+
+@contextlib.contextmanager
+def _results_in_this_process() -> Iterator[None]:
+    """Lets a synchronous save collect its results in a plain queue.
+
+    Megatron-Core starts a manager process for that queue: seconds for the first save, a save that
+    hangs when the manager dies, and a process left over when a rank is killed.
+    """
+    previous = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.SimpleQueue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = previous
 
 
 def _prepare(temporary: Path) -> None:

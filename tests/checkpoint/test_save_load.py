@@ -77,17 +77,24 @@ def full(parts: list[State]) -> State:
     return {name: torch.cat([places[key] for key in sorted(places)]) for name, places in pieces.items()}
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_loads_bit_equal_under_every_layout(
-    pool: WorkerPool, tmp_path: Path, target: str, precision: str
-) -> None:
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def saved_checkpoint(
+    request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, State]:
+    """Precision, folder and state of a checkpoint that four processes wrote."""
+    output = tmp_path_factory.mktemp("saved")
     world_size, layout = LAYOUTS["PP2xEP2"]
-    settings = [f"train.precision={precision}"]
-    saved = full(pool.run(world_size, train_and_save, tmp_path, [*layout, *settings]))
-    folder = tmp_path / "checkpoints" / "step_00000002"
+    parts = pool.run(world_size, train_and_save, output, [*layout, f"train.precision={request.param}"])
+    return request.param, output / "checkpoints" / "step_00000002", full(parts)
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_a_checkpoint_loads_bit_equal_under_every_layout(
+    pool: WorkerPool, saved_checkpoint: tuple[str, Path, State], target: str
+) -> None:
+    precision, folder, saved = saved_checkpoint
     world_size, layout = LAYOUTS[target]
-    outcomes = pool.run(world_size, load_and_report, folder, [*layout, *settings])
+    outcomes = pool.run(world_size, load_and_report, folder, [*layout, f"train.precision={precision}"])
     assert {(progress, steps) for progress, steps, _ in outcomes} == {(PROGRESS, 2)}
     loaded = full([state for _, _, state in outcomes])
     assert loaded.keys() == saved.keys()
