@@ -15,11 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.balance import BalanceContext
 from steptron.model.block import TransformerLayer
-from steptron.model.init import leave_uninitialised
 from steptron.model.layer_spec import ModelSpec
+from steptron.model.linear import column_parallel, leave_uninitialised
 from steptron.model.loss import linear_cross_entropy
 from steptron.model.moe import MoeFfn
-from steptron.model.mtp import MtpDepth, output_matrix
+from steptron.model.mtp import MtpDepth
 from steptron.model.norm import ZeroCentredRMSNorm
 from steptron.model.router import Router
 from steptron.model.sequence import SequenceContext, SequenceShard, shift_left
@@ -79,7 +79,7 @@ class StepModel(MegatronModule):
         )
         if stage.is_last:
             self.final_norm = ZeroCentredRMSNorm(spec.hidden_size, spec.norm_eps, dtype=config.params_dtype)
-            self.head = output_matrix(spec.vocab_size, spec.hidden_size, config, groups)
+            self.head = column_parallel(spec.hidden_size, spec.vocab_size, config, groups.tp)
             self.mtp = torch.nn.ModuleList(MtpDepth(depth, config, groups) for depth in spec.mtp)
             self.mtp[self.mtp_depths :].requires_grad_(False)
         if freeze_router:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from steptron.model.attention_core import attend
-from steptron.model.init import leave_uninitialised
 from steptron.model.layer_spec import AttentionSpec
+from steptron.model.linear import column_parallel, row_parallel
 from steptron.model.norm import ZeroCentredRMSNorm
 from steptron.model.rope import apply_rope, rope_tables
 from steptron.model.sequence import SequenceContext
@@ -62,27 +61,10 @@ class SelfAttention(MegatronModule):
         self._local_sizes = [heads * spec.head_dim, groups * spec.head_dim, groups * spec.head_dim]
         if spec.gate:
             self._local_sizes.append(heads)
-        self.input_projection = ColumnParallelLinear(
-            hidden_size,
-            sum(self._local_sizes) * tensor_ranks,
-            config=config,
-            init_method=leave_uninitialised,
-            bias=False,
-            gather_output=False,
-            tp_group=tp_group,
-        )
+        self.input_projection = column_parallel(hidden_size, sum(self._local_sizes) * tensor_ranks, config, tp_group)
         self.query_norm = ZeroCentredRMSNorm(spec.head_dim, norm_eps, dtype=config.params_dtype)
         self.key_norm = ZeroCentredRMSNorm(spec.head_dim, norm_eps, dtype=config.params_dtype)
-        self.output_projection = RowParallelLinear(
-            spec.query_size,
-            hidden_size,
-            config=config,
-            init_method=leave_uninitialised,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=tp_group,
-        )
+        self.output_projection = row_parallel(spec.query_size, hidden_size, config, tp_group)
         if spec.sink:
             self.sink = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
         else:

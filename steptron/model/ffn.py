@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.model.activation import clamped_swiglu
-from steptron.model.init import leave_uninitialised
 from steptron.model.layer_spec import DenseFfnSpec
+from steptron.model.linear import column_parallel, row_parallel
 
 
 class DenseFfn(MegatronModule):
@@ -20,25 +19,8 @@ class DenseFfn(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.spec = spec
-        self.gate_up_projection = ColumnParallelLinear(
-            hidden_size,
-            2 * spec.hidden_size,
-            config=config,
-            init_method=leave_uninitialised,
-            bias=False,
-            gather_output=False,
-            tp_group=tp_group,
-        )
-        self.down_projection = RowParallelLinear(
-            spec.hidden_size,
-            hidden_size,
-            config=config,
-            init_method=leave_uninitialised,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=tp_group,
-        )
+        self.gate_up_projection = column_parallel(hidden_size, 2 * spec.hidden_size, config, tp_group)
+        self.down_projection = row_parallel(spec.hidden_size, hidden_size, config, tp_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""

@@ -19,11 +19,6 @@ from steptron.model.layer_spec import RESIDUAL_WRITERS, LogicalMatrix, ModelSpec
 _ZERO_ROLES = frozenset({ParameterRole.NORM, ParameterRole.SINK, ParameterRole.ROUTER_BIAS})
 
 
-def leave_uninitialised(weight: torch.Tensor) -> torch.Tensor:
-    """The init method handed to Megatron's layers, whose values are set here afterwards."""
-    return weight
-
-
 def standard_deviation(role: ParameterRole, config: InitConfig, num_layers: int) -> float:
     """Standard deviation of a matrix's initial values; 0 for norms (zero-centred), sinks and biases.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.model.block import TransformerLayer
-from steptron.model.init import leave_uninitialised
 from steptron.model.layer_spec import MtpSpec
+from steptron.model.linear import column_parallel
 from steptron.model.norm import ZeroCentredRMSNorm
 from steptron.model.sequence import SequenceContext
 
@@ -27,18 +26,10 @@ class MtpDepth(MegatronModule):
         hidden, eps, dtype = spec.layer.hidden_size, spec.layer.norm_eps, config.params_dtype
         self.embedding_norm = ZeroCentredRMSNorm(hidden, eps, dtype=dtype)
         self.hidden_norm = ZeroCentredRMSNorm(hidden, eps, dtype=dtype)
-        self.projection = ColumnParallelLinear(
-            2 * hidden,
-            hidden,
-            config=config,
-            init_method=leave_uninitialised,
-            bias=False,
-            gather_output=True,
-            tp_group=groups.tp,
-        )
+        self.projection = column_parallel(2 * hidden, hidden, config, groups.tp, gather_output=True)
         self.layer = TransformerLayer(spec.layer, config, groups)
         self.final_norm = ZeroCentredRMSNorm(hidden, eps, dtype=dtype)
-        self.head = output_matrix(spec.vocab_size, hidden, config, groups) if spec.own_head else None
+        self.head = column_parallel(hidden, spec.vocab_size, config, groups.tp) if spec.own_head else None
 
     def forward(
         self, embedding_SBH: torch.Tensor, hidden_SBH: torch.Tensor, sequence: SequenceContext
@@ -57,18 +48,3 @@ class MtpDepth(MegatronModule):
         y = self.layer(y, sequence, balance=None)
         normed = self.final_norm(y)
         return normed, y if self.spec.pre_norm_chain else normed
-
-
-def output_matrix(
-    vocab_size: int, hidden_size: int, config: TransformerConfig, groups: ProcessGroupCollection
-) -> ColumnParallelLinear:
-    """An output matrix [V, H], split by vocabulary over tensor-parallel ranks."""
-    return ColumnParallelLinear(
-        hidden_size,
-        vocab_size,
-        config=config,
-        init_method=leave_uninitialised,
-        bias=False,
-        gather_output=False,
-        tp_group=groups.tp,
-    )
