@@ -2,10 +2,11 @@
 
     python tools/verify_learning.py runs/quickstart/train
 
-Measured on the validation split, from the run's newest checkpoint, in one process:
+Measured from the run's newest checkpoint, in one process; the expert shares on the training data that would
+come next, the losses on the validation split:
 
 - the loss, against the unigram entropy of the corpus;
-- the smallest share of tokens that an expert receives, against an equal share;
+- the smallest share of its layer's tokens that an expert receives, against an equal share;
 - how much worse the main loss gets without the routed experts;
 - how much worse the loss of MTP depth 1 gets without its hidden input.
 
@@ -51,6 +52,7 @@ def verify(run: Path, max_sequences: int = 64) -> list[Check]:
     """Measures a run; the default process group must exist, with one process."""
     from steptron.checkpoint.folder import resolve
     from steptron.checkpoint.restore import restore_model
+    from steptron.checkpoint.save_load import read_manifest
     from steptron.data.sampler import SampleSource
 
     model, config = restore_model(resolve(run), torch.device("cpu"))
@@ -58,14 +60,17 @@ def verify(run: Path, max_sequences: int = 64) -> list[Check]:
     count = min(max_sequences, source.num_samples or 0)
     batches = [source.micro_batch(first, min(4, count - first)) for first in range(0, count, 4)]
     unigram = source.datasets[0].manifest.validation.unigram_entropy
-    losses, shares = measure(model, batches)
+    losses, _ = measure(model, batches)
+    consumed = int(read_manifest(resolve(run))["progress"]["consumed_sequences"])
+    training = SampleSource(config.data.train, "train", config.data)
+    _, share = measure(model, [training.micro_batch(consumed + first, 4) for first in range(0, max_sequences, 4)])
     with without_routed_experts(model):
         losses_without_experts, _ = measure(model, batches)
     with without_mtp_hidden(model):
         losses_without_hidden, _ = measure(model, batches)
     return [
         Check("validation loss below the unigram entropy, nats", unigram - losses[0], BELOW_UNIGRAM_NATS),
-        Check("smallest expert share, of an equal share", shares, SMALLEST_EXPERT_SHARE),
+        Check("smallest expert share, of an equal share", share, SMALLEST_EXPERT_SHARE),
         Check("main loss lost without routed experts, nats", losses_without_experts[0] - losses[0], EXPERTS_WORTH_NATS),
         Check(
             "MTP 1 loss lost without its hidden input, nats",
