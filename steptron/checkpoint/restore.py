@@ -10,10 +10,9 @@ from steptron.checkpoint.save_load import load_model, read_config
 from steptron.config.schema import ParallelConfig, PretrainConfig
 from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import model_spec
-from steptron.model.transformer_config import transformer_config
+from steptron.model.stages import Stage
+from steptron.model.transformer_config import DTYPES, transformer_config
 from steptron.parallel.mesh import build_mesh
-from steptron.parallel.stages import Stage
-from steptron.train.step import DTYPES
 
 
 def restore_model(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import queue
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ from steptron.checkpoint.tensors import model_tensors, optimizer_tensors
 from steptron.config.loader import load as load_config
 from steptron.config.schema import PretrainConfig
 from steptron.config.show import to_yaml
+from steptron.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from steptron.errors import UserError
 from steptron.model.assembly import StepModel
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
 
 FORMAT_VERSION = 1
+TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
+"""Copied from the training data, so that a checkpoint is enough to write text."""
 CONFIG = "config.yaml"
 """The resolved configuration inside a checkpoint: a configuration file like any other."""
 
@@ -59,8 +62,8 @@ def save(config: PretrainConfig, progress: Progress, module: StepModel, optimize
         UserError: the folder cannot be written (message names it and the system's reason).
     """
     final = checkpoint_folder(config.train.output, progress.step)
-    temporary = final.with_suffix(".partial")
-    _on_first_rank(lambda: _prepare(temporary))
+    temporary = final.with_suffix(".new.partial")
+    on_first_rank("checkpoint not written", lambda: _prepare(temporary))
     tensors: dict[str, Any] = model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh)
     with _results_in_this_process():
         dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
@@ -71,7 +74,9 @@ def save(config: PretrainConfig, progress: Progress, module: StepModel, optimize
         "progress": asdict(progress),
         "optimizer_steps": optimizer.num_steps,
     }
-    _on_first_rank(lambda: _publish(temporary, final, manifest, config))
+    on_first_rank("checkpoint not written", lambda: _publish(temporary, final, manifest, config))
+    if dist.get_rank() == 0:
+        prune(config.train.output, config.train.checkpoint.keep)
     return final
 
 
@@ -164,28 +169,37 @@ def _results_in_this_process() -> Iterator[None]:
 
 
 def _prepare(temporary: Path) -> None:
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    # What a killed save has left, of whatever step.
+    for leftover in temporary.parent.glob("*.partial"):
+        shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
 
 
 def _publish(temporary: Path, final: Path, manifest: dict[str, Any], config: PretrainConfig) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(final)
     (temporary / CONFIG).write_text(to_yaml(config))
+    for name in TOKENIZER_FILES:
+        source = config.data.train[0].path / name
+        if source.is_file():
+            shutil.copy(source, temporary / name)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if final.exists():
+        final.rename(final.with_suffix(".partial"))
     temporary.rename(final)
-    prune(final.parent.parent, config.train.checkpoint.keep)
+    shutil.rmtree(final.with_suffix(".partial"), ignore_errors=True)
 
 
-def _on_first_rank(action: Any) -> None:
-    """Runs a file-system action on rank 0; a failure there is raised on every rank."""
+def on_first_rank(failure_title: str, action: Callable[[], None]) -> None:
+    """Runs a file-system action on rank 0; a failure there is raised on every rank.
+
+    Raises:
+        UserError: ``failure_title`` and what went wrong.
+    """
     failure: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
-        except OSError as error:
-            failure[0] = str(error)
+        except Exception as error:
+            failure[0] = str(error) or repr(error)
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise UserError(f"checkpoint not written: {failure[0]}")
+        raise UserError(f"{failure_title}: {failure[0]}")

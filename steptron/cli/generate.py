@@ -19,7 +19,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     tokenizer: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="tokenizer.json or its folder; the training data's by default."),
+        typer.Option(help="tokenizer.json or its folder; the checkpoint's own by default."),
     ] = None,
 ) -> None:
     """Write text with a trained model."""
@@ -33,8 +33,8 @@ def generate(
     from steptron.data.tokenizer import Tokenizer
     from steptron.model.sampling import sample_tokens
 
-    model, config = restore_model(folder, device, mtp_depths=0)
-    text = Tokenizer.load(tokenizer or config.data.train[0].path)
+    model, _ = restore_model(folder, device, mtp_depths=0)
+    text = Tokenizer.load(tokenizer or folder)
     tokens = text.encode(prompt) or [text.eod_id]
     typer.echo(prompt, nl=False)
     decoder = text.stream_decoder()

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from steptron.errors import UserError
+from steptron.errors import ConfigError, UserError
+from steptron.platform.world import world
 
 
 @dataclass(frozen=True)
@@ -53,5 +54,7 @@ class LazyGroup(TyperGroup):
         except UserError as error:
             if ctx.params.get("debug"):
                 raise
+            if isinstance(error, ConfigError) and world().rank > 0:
+                raise typer.Exit(2) from error  # every process finds the same; the first one says it
             typer.secho(str(error), fg=typer.colors.RED, err=True)
             raise typer.Exit(2) from error

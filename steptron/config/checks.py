@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from steptron.config.layout import AttentionKind, parse_layout
 from steptron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PretrainConfig, TrainConfig
 from steptron.errors import ConfigError
-from steptron.model.layer_spec import AttentionKind, parse_layout
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
 _ROW_MULTIPLE = {"fp32": 4, "bf16": 8}

@@ -67,6 +67,7 @@ class SampleSource:
             SampleOrder(max(1, stream.tokens_per_epoch // data.sequence_length), seed + (number << 64))
             for number, stream in enumerate(self._streams)
         ]
+        self._weights = [dataset.weight / sum(d.weight for d in datasets) for dataset in datasets]
         self._blend = Blend([dataset.weight for dataset in datasets])
 
     @property
@@ -94,6 +95,19 @@ class SampleSource:
         if self._split == "train":
             return None
         return self._blend.prefix_within([self._samples_of(dataset) for dataset in self._datasets])
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token, mean over the blend's tokens."""
+        records = [dataset.manifest.split(self._split) for dataset in self._datasets]
+        return sum(w * record.bytes / record.tokens for w, record in zip(self._weights, records, strict=True))
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per token that a model without context reaches when it knows each dataset's own token
+        frequencies, mean over the blend's tokens."""
+        records = [dataset.manifest.split(self._split) for dataset in self._datasets]
+        return sum(w * record.unigram_entropy for w, record in zip(self._weights, records, strict=True))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that a model with ``vocab_size`` embedding rows can read every token.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,11 @@ from steptron.model.layer_spec import ModelSpec
 from steptron.model.linear import column_parallel, leave_uninitialised
 from steptron.model.loss import linear_cross_entropy
 from steptron.model.moe import MoeFfn
-from steptron.model.mtp import MtpDepth
+from steptron.model.mtp import MtpDepth, mtp_loss_mask
 from steptron.model.norm import ZeroCentredRMSNorm
 from steptron.model.router import Router
 from steptron.model.sequence import SequenceContext, SequenceShard, shift_left
-from steptron.parallel.stages import Stage
+from steptron.model.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -165,22 +165,6 @@ class StepModel(MegatronModule):
         hidden_SBH: torch.Tensor, weight: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
     ) -> torch.Tensor:
         return linear_cross_entropy(hidden_SBH.flatten(0, 1), weight, labels_BS.t().flatten(), mask_BS.t().flatten())
-
-
-def mtp_loss_mask(batch: MicroBatch, depth: int) -> torch.Tensor:
-    """bool [B, S]: whether MTP depth k (from 1) has a target at t: token t + 1 + k counts in the
-    loss and lies in the same document."""
-    same_document = shift_left(batch.documents_BS, depth, -1) == batch.documents_BS
-    return shift_left(batch.loss_mask_BS, depth, False) & same_document
-
-
-def meta_parameters(
-    spec: ModelSpec, config: TransformerConfig, groups: ProcessGroupCollection
-) -> Mapping[str, torch.Tensor]:
-    """Every parameter and buffer of the whole model on the meta device, by logical name."""
-    with torch.device("meta"):
-        model = StepModel(spec, Stage.whole(len(spec.layers)), config, groups)
-    return dict(model.logical_tensors())
 
 
 def _sequence(batch: MicroBatch) -> SequenceContext:

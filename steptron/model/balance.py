@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from steptron.model.router import Routing
 
@@ -50,7 +51,7 @@ class BalanceContext:
 
     def observe(self, layer_index: int, routing: Routing) -> torch.Tensor:
         """Records a layer's routing and returns its weighted balance loss (differentiable)."""
-        tokens_per_expert_E = expert_counts(routing.experts_TK, routing.scores_TE.shape[1], self.valid_T)
+        tokens_per_expert_E = routing.tokens_per_expert(self.valid_T)
         probabilities_TE = routing.scores_TE / (routing.scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
         loss = ep_group_loss(probabilities_TE, tokens_per_expert_E, self.num_groups, self.valid_T, self.num_valid)
         with torch.no_grad():
@@ -58,12 +59,6 @@ class BalanceContext:
             confidence = _masked_mean(selected_T, self.valid_T, self.num_valid)
         self.layers[layer_index] = LayerBalance(tokens_per_expert_E, loss.detach(), confidence)
         return self.coefficient * loss
-
-
-def expert_counts(experts_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None) -> torch.Tensor:
-    """int64 [E]: how often each expert was selected by a non-padding token."""
-    selected = experts_TK if valid_T is None else experts_TK[valid_T]
-    return torch.bincount(selected.flatten(), minlength=num_experts)
 
 
 def ep_group_loss(
@@ -82,10 +77,10 @@ def ep_group_loss(
 
     Args:
         probabilities_TE: [T, E], rows sum to 1.
-        tokens_per_expert_E: int64 [E], see :func:`expert_counts`.
+        tokens_per_expert_E: int64 [E], selections of non-padding tokens.
     """
     counts_G = tokens_per_expert_E.view(num_groups, -1).sum(dim=1)
-    f_G = counts_G.to(probabilities_TE.dtype) / max(int(counts_G.sum()), 1)
+    f_G = counts_G.to(probabilities_TE.dtype) / counts_G.sum().clamp(min=1)
     p_E = _masked_mean(probabilities_TE, valid_T, num_valid)
     p_G = p_E.view(num_groups, -1).sum(dim=1)
     return num_groups * torch.dot(f_G, p_G)
@@ -111,6 +106,7 @@ class AttachLoss(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (loss,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grads[0], torch.ones_like(loss)

@@ -7,6 +7,7 @@ all-gather dispatchers otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,26 +15,31 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import once_differentiable
 
 from steptron.model.router import Routing
 
 
 class Dispatched(NamedTuple):
-    """Token copies at their experts: rows sorted by local expert."""
+    """Token copies at their experts.
+
+    Attributes:
+        x_NH: [N, H], rows sorted by local expert.
+        tokens_per_expert_E: int64 [E], rows of each local expert.
+        weights_N: [N], routing weight of each row.
+        combine: sums the outputs of each token's experts, [N, H] -> [T, H].
+    """
 
     x_NH: torch.Tensor
     tokens_per_expert_E: torch.Tensor
     weights_N: torch.Tensor
+    combine: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Dispatcher(Protocol):
-    """``combine`` belongs to the ``dispatch`` before it."""
+    """Sends tokens [T, H] to their experts."""
 
     def dispatch(self, h_TH: torch.Tensor, routing: Routing) -> Dispatched: ...
-
-    def combine(self, y_NH: torch.Tensor) -> torch.Tensor:
-        """Sums the outputs of each token's experts: [N, H] -> [T, H]."""
-        ...
 
 
 class _Scatter(torch.autograd.Function):
@@ -45,6 +51,7 @@ class _Scatter(torch.autograd.Function):
         return h_TH.index_select(0, token_N)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_NH: torch.Tensor):  # type: ignore[no-untyped-def]
         (row_TK,) = ctx.saved_tensors
         return F.embedding_bag(row_TK, grad_NH.contiguous(), mode="sum"), None, None
@@ -59,6 +66,7 @@ class _Gather(torch.autograd.Function):
         return F.embedding_bag(row_TK, y_NH, mode="sum")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_TH: torch.Tensor):  # type: ignore[no-untyped-def]
         (token_N,) = ctx.saved_tensors
         return grad_TH.index_select(0, token_N), None, None
@@ -73,14 +81,14 @@ class LocalDispatcher:
         order_N = torch.argsort(selections, stable=True)
         row_N = torch.empty_like(order_N)
         row_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-        self._token_N = order_N // top_k
-        self._row_TK = row_N.view(num_tokens, top_k)
-        tokens_per_expert_E = torch.bincount(selections, minlength=routing.scores_TE.shape[1])
-        x_NH = _Scatter.apply(h_TH, self._token_N, self._row_TK)
-        return Dispatched(x_NH, tokens_per_expert_E, routing.weights_TK.flatten()[order_N])
-
-    def combine(self, y_NH: torch.Tensor) -> torch.Tensor:
-        return _Gather.apply(y_NH, self._token_N, self._row_TK)
+        token_N = order_N // top_k
+        row_TK = row_N.view(num_tokens, top_k)
+        return Dispatched(
+            _Scatter.apply(h_TH, token_N, row_TK),
+            routing.tokens_per_expert(),
+            routing.weights_TK.flatten().index_select(0, order_N),
+            lambda y_NH: _Gather.apply(y_NH, token_N, row_TK),
+        )
 
 
 class ExpertParallelDispatcher:
@@ -100,8 +108,8 @@ class ExpertParallelDispatcher:
         x, weights = self._engine.dispatch_preprocess(h_TH, selected_TE, weights_TE)
         x, weights = self._engine.token_dispatch(x, weights)
         x_NH, tokens_per_expert_E, weights_N = self._engine.dispatch_postprocess(x, weights)
-        return Dispatched(x_NH.contiguous(), tokens_per_expert_E, weights_N)
+        return Dispatched(x_NH.contiguous(), tokens_per_expert_E, weights_N, self._combine)
 
-    def combine(self, y_NH: torch.Tensor) -> torch.Tensor:
+    def _combine(self, y_NH: torch.Tensor) -> torch.Tensor:
         y = self._engine.combine_preprocess(y_NH)
         return self._engine.combine_postprocess(self._engine.token_combine(y))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import once_differentiable
 
 from steptron.model.activation import clamped_swiglu
 from steptron.model.layer_spec import MoeFfnSpec
@@ -34,6 +35,7 @@ class GroupedLinear(torch.autograd.Function):
         return _grouped_mm(x_NK, w_EMK.transpose(1, 2), ends_E)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_NM: torch.Tensor):  # type: ignore[no-untyped-def]
         x_NK, w_EMK, ends_E = ctx.saved_tensors
         if x_NK.shape[0] == 0:

@@ -7,18 +7,11 @@ No torch here: specs can be read anywhere.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from steptron.config.layout import AttentionKind, parse_layout
 from steptron.config.schema import AttentionConfig, ModelConfig
-
-_LAYOUT = re.compile(r"(?P<pattern>F+|S\d+F\d+)(?P<options>(?:\+(?:heads|gate|sink))*)")
-
-
-class AttentionKind(StrEnum):
-    FULL = "full"
-    SLIDING = "sliding"
 
 
 class LayerRole(StrEnum):
@@ -87,11 +80,6 @@ class ParameterSpec:
     @property
     def is_expert(self) -> bool:
         return self.role in EXPERT_ROLES
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether gradients reach it: the router's selection bias is moved by the balance rule alone."""
-        return self.role is not ParameterRole.ROUTER_BIAS
 
     @property
     def size(self) -> int:
@@ -267,37 +255,6 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         for depth in range(config.mtp.depths)
     )
     return ModelSpec(config.vocab_size, config.hidden_size, config.norm_eps, tuple(layers), mtp)
-
-
-def parse_layout(layout: str) -> tuple[tuple[AttentionKind, ...], frozenset[str]]:
-    """Reads a layout string such as ``S3F1+heads+gate``.
-
-    The pattern repeats after one leading full layer (S3F1: full, then three sliding and one full,
-    again and again). ``+heads`` gives sliding layers their own head count (otherwise the full
-    layers'), ``+gate`` adds the head-wise gate, ``+sink`` a learned sink per head.
-
-    Returns:
-        The repeating attention kinds, and the set of options.
-
-    Raises:
-        ValueError: the string has another form.
-    """
-    match = _LAYOUT.fullmatch(layout)
-    if match is None:
-        raise ValueError(
-            f"layout {layout!r} is not understood: expected FFFF, S1F1 or S3F1 (any S<n>F<m>), "
-            "followed by any of +heads, +gate, +sink"
-        )
-    options = [option for option in match["options"].split("+") if option]
-    if len(options) != len(set(options)):
-        raise ValueError(f"layout {layout!r} names an option twice")
-    pattern = match["pattern"]
-    if pattern.startswith("F"):
-        return (AttentionKind.FULL,), frozenset(options)
-    sliding, full = (int(count) for count in re.findall(r"\d+", pattern))
-    if sliding == 0 or full == 0:
-        raise ValueError(f"layout {layout!r}: counts must be at least 1 (use FFFF for full attention everywhere)")
-    return (AttentionKind.SLIDING,) * sliding + (AttentionKind.FULL,) * full, frozenset(options)
 
 
 def _layer(

@@ -43,6 +43,6 @@ class MoeFfn(MegatronModule):
             loss = balance.observe(self.layer_index, routing)
             if balance.coefficient:
                 h_TH = AttachLoss.apply(h_TH, loss)
-        x_NH, tokens_per_expert_E, weights_N = self.dispatcher.dispatch(h_TH, routing)
-        routed_TH = self.dispatcher.combine(self.experts(x_NH, tokens_per_expert_E, weights_N))
+        x_NH, tokens_per_expert_E, weights_N, combine = self.dispatcher.dispatch(h_TH, routing)
+        routed_TH = combine(self.experts(x_NH, tokens_per_expert_E, weights_N))
         return (routed_TH + self.shared(h_TH)).view_as(h)

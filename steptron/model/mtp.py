@@ -7,11 +7,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from steptron.data.batch import MicroBatch
 from steptron.model.block import TransformerLayer
 from steptron.model.layer_spec import MtpSpec
 from steptron.model.linear import column_parallel
 from steptron.model.norm import ZeroCentredRMSNorm
-from steptron.model.sequence import SequenceContext
+from steptron.model.sequence import SequenceContext, shift_left
 
 
 class MtpDepth(MegatronModule):
@@ -48,3 +49,10 @@ class MtpDepth(MegatronModule):
         y = self.layer(y, sequence, balance=None)
         normed = self.final_norm(y)
         return normed, y if self.spec.pre_norm_chain else normed
+
+
+def mtp_loss_mask(batch: MicroBatch, depth: int) -> torch.Tensor:
+    """bool [B, S]: whether MTP depth k (from 1) has a target at t: token t + 1 + k counts in the
+    loss and lies in the same document."""
+    same_document = shift_left(batch.documents_BS, depth, -1) == batch.documents_BS
+    return shift_left(batch.loss_mask_BS, depth, False) & same_document

@@ -26,6 +26,17 @@ class Routing:
     weights_TK: torch.Tensor
     scores_TE: torch.Tensor
 
+    def tokens_per_expert(self, valid_T: torch.Tensor | None = None) -> torch.Tensor:
+        """int64 [E]: how often each expert was selected, by the tokens that ``valid_T`` keeps (all by default)."""
+        selections = self.experts_TK.flatten()
+        kept = torch.ones_like(selections) if valid_T is None else valid_T.long().repeat_interleave(self.top_k)
+        # Not bincount, which reads its result's size back from a GPU.
+        return selections.new_zeros(self.scores_TE.shape[1]).scatter_add_(0, selections, kept)
+
+    @property
+    def top_k(self) -> int:
+        return self.experts_TK.shape[1]
+
 
 class Router(MegatronModule):
     """Selects experts by score plus bias and weighs them by score alone.

@@ -13,6 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.config.schema import ModelConfig, ParallelConfig
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By ``train.precision``."""
+
 
 def transformer_config(
     model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, *, deterministic: bool = False
@@ -71,6 +74,7 @@ def transformer_config(
             apply_rope_fusion=False,
             persist_layer_norm=False,
             moe_permute_fusion=False,
+            # Every stage's output is needed until its backward: no pseudo-deallocation.
             deallocate_pipeline_outputs=False,
             # Gloo matches batched point-to-point messages between two ranks by order, which swaps
             # both directions at two stages; posting them one by one is right everywhere.

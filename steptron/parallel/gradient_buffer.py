@@ -76,6 +76,11 @@ class GradientBuffer:
 
     def _accumulate(self, parameter: torch.nn.Parameter, bucket_index: int) -> None:
         assert parameter.grad is not None
+        if self._buckets[bucket_index].work is not None:
+            raise RuntimeError(
+                f"a gradient of shape {list(parameter.shape)} arrived after its bucket was reduced: "
+                "only the last micro-batch's backward may run outside no_sync(), and once"
+            )
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
         if self.sync_enabled and self.group.size() > 1:

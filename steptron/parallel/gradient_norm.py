@@ -30,11 +30,8 @@ def gradient_norm(model: DataParallel, mesh: Mesh) -> float:
         (experts if name in expert_names else shared).append(parameter.main_grad)
     device = model.buffers[0].data.device
     squares = torch.stack([_sum_of_squares(shared, device), _sum_of_squares(experts, device)])
-    if mesh.expert_size > 1:
-        dist.all_reduce(squares[1], group=mesh.groups.ep)
-    if mesh.pipeline_size > 1:
-        dist.all_reduce(squares, group=mesh.groups.pp)
-    return float(squares.sum().sqrt())
+    squares[1] = _add_up(squares[1:], mesh.groups.ep)[0]
+    return float(_add_up(squares, mesh.groups.pp).sum().sqrt())
 
 
 @torch.no_grad()
@@ -46,7 +43,17 @@ def clip_gradients(model: DataParallel, norm: float, max_norm: float) -> None:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm([chunk for gradient in gradients for chunk in gradient.view(-1).split(_CHUNK_ELEMENTS)])
-    return torch.stack(norms).double().square().sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        for chunk in gradient.view(-1).split(_CHUNK_ELEMENTS):
+            total += torch.linalg.vector_norm(chunk).double().square()
+    return total
+
+
+def _add_up(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over a group in the order of its ranks, so that every replica gets the same bits."""
+    if group.size() == 1:
+        return values
+    gathered = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(gathered, values.contiguous(), group=group)
+    return torch.stack(gathered).sum(dim=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -40,6 +42,13 @@ class Mesh:
     def expert_size(self) -> int:
         return self.groups.ep.size()
 
+    def sum_over_data_and_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds up, in place, what data-parallel ranks and pipeline stages each hold a part of."""
+        for group in (self.groups.dp_cp, self.groups.pp):
+            if group.size() > 1:
+                dist.all_reduce(values, group=group)
+        return values
+
     def expert_range(self, num_experts: int) -> tuple[int, int]:
         """First and one-past-last global expert of this process."""
         size = num_experts // self.expert_size
@@ -58,7 +67,7 @@ def build_mesh(config: ParallelConfig) -> Mesh:
         context_parallel_size=config.context,
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=-(-config.timeout_seconds // 60),
+        distributed_timeout_minutes=config.timeout_seconds / 60,
         create_gloo_process_groups=False,
     )
     return Mesh(ProcessGroupCollection.use_mpu_process_groups())

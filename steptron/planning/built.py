@@ -31,13 +31,14 @@ def built_shapes(model: ModelConfig) -> Shapes:
 
     if not torch.cuda.is_available():
         megatron_cpu.install()
-    from steptron.model.assembly import meta_parameters
+    from steptron.model.assembly import StepModel
+    from steptron.model.stages import Stage
     from steptron.model.transformer_config import transformer_config
 
-    config = transformer_config(model, ParallelConfig(), torch.float32)
-    with _groups_of_one() as groups:
-        tensors = meta_parameters(model_spec(model), config, groups)
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    spec, config = model_spec(model), transformer_config(model, ParallelConfig(), torch.float32)
+    with _groups_of_one() as groups, torch.device("meta"):
+        built = StepModel(spec, Stage.whole(len(spec.layers)), config, groups)
+    return {name: tuple(tensor.shape) for name, tensor in built.logical_tensors()}
 
 
 def check_shapes(spec: ModelSpec, built: Shapes) -> None:

@@ -1,22 +1,10 @@
-"""Random seeds and deterministic operations."""
+"""Deterministic operations."""
 
 from __future__ import annotations
 
 import os
-import random
 
-import numpy as np
 import torch
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds the global generators of Python, NumPy and torch (CPU and CUDA) in this process.
-
-    Initial values and the order of data do not depend on them: those are functions of their own seeds.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def use_deterministic_algorithms(on: bool) -> None:

@@ -274,11 +274,6 @@ def install() -> None:
             _replace(module)
 
 
-def is_installed() -> bool:
-    """Whether ``install`` has been called in this process."""
-    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
-
-
 def _is_megatron(name: str) -> bool:
     return name == "megatron.core" or name.startswith("megatron.core.")
 

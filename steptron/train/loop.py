@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import list_checkpoints
-from steptron.checkpoint.save_load import Progress
+from steptron.checkpoint.save_load import Progress, on_first_rank
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
 from steptron.data.sampler import SampleSource
@@ -72,7 +72,6 @@ class Pretraining:
     def _train(self, stop: StopRequest, sinks: Sinks) -> bool:
         train = self.config.train
         meter = Meter(self.config, self.mesh, self.device)
-        saved_step = self.progress.step
         while self.progress.step < train.steps:
             index = self.progress.step
             lr = learning_rate(self.config.optimizer, index, train.steps)
@@ -88,22 +87,23 @@ class Pretraining:
             self.progress = Progress(
                 step=index + 1,
                 consumed_sequences=self.progress.consumed_sequences + batch_size,
-                consumed_tokens=self.progress.consumed_tokens + result.counts.valid,
+                consumed_tokens=self.progress.consumed_tokens + result.observed.counts.valid,
             )
             meter.count(result, data_seconds)
             done = self.progress.step == train.steps
-            if _due(self.progress.step, train.logging.every_steps) or done or result.stop_requested:
+            stopping = result.observed.stop_requested and not done
+            if _due(self.progress.step, train.logging.every_steps) or done or stopping:
+                # Every rank takes part in the record; one writes it.
                 sinks.write(meter.record(self.progress, result, batch_size, lr, bias_rate))
+            if _due(self.progress.step, train.checkpoint.every_steps) or done or stopping:
+                self._save()
+                meter.restart()
+            if stopping:
+                self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
+                return False
             if _due(self.progress.step, train.validation.every_steps) or done:
                 self._validate(sinks)
                 meter.restart()
-            if _due(self.progress.step, train.checkpoint.every_steps) or done or result.stop_requested:
-                self._save()
-                saved_step = self.progress.step
-                meter.restart()
-            if result.stop_requested and not done:
-                self._say(f"stopped as asked after step {saved_step}; the same command goes on from there")
-                return False
         return True
 
     def _global_batch(self, source: SampleSource, first: int, batch_size: int) -> list[MicroBatch]:
@@ -129,26 +129,30 @@ class Pretraining:
             sums += batch_sums.cpu()
             targets += torch.tensor(counts.targets, dtype=torch.float64)
         lm, *mtp = (sums / targets.clamp(min=1)).tolist()
-        records = [dataset.manifest.validation for dataset in self.validation_data.datasets]
-        tokens_per_byte = sum(r.tokens for r in records) / sum(r.bytes for r in records)
-        sinks.write(ValidationRecord(self.progress.step, lm, tuple(mtp), lm / math.log(2) * tokens_per_byte))
+        bits_per_byte = lm / math.log(2) / self.validation_data.bytes_per_token
+        sinks.write(ValidationRecord(self.progress.step, lm, tuple(mtp), bits_per_byte))
 
     def _save(self) -> Path:
         return save_load.save(self.config, self.progress, self.step.module, self.step.optimizer, self.mesh)
 
     def _resume(self) -> Progress:
-        checkpoints = list_checkpoints(self.config.train.output)
-        if not checkpoints:
+        # One rank decides for all: others may see another state of a shared folder.
+        newest: list[Path | None] = [next(reversed(list_checkpoints(self.config.train.output)), None)]
+        dist.broadcast_object_list(newest, src=0)
+        if newest[0] is None:
             return Progress()
-        progress = save_load.load(checkpoints[-1], self.step.module, self.step.optimizer, self.mesh)
-        self._say(f"resuming from {checkpoints[-1]} (step {progress.step})")
+        progress = save_load.load(newest[0], self.step.module, self.step.optimizer, self.mesh)
+        self._say(f"resuming from {newest[0]} (step {progress.step})")
         return progress
 
     def _delete_run(self) -> None:
-        if self.is_reporter:
-            shutil.rmtree(self.config.train.output / "checkpoints", ignore_errors=True)
+        def delete() -> None:
+            folder = self.config.train.output / "checkpoints"
+            if folder.exists():
+                shutil.rmtree(folder)
             (self.config.train.output / LOG_NAME).unlink(missing_ok=True)
-        dist.barrier()
+
+        on_first_rank("the earlier run cannot be deleted", delete)
 
     def _sinks(self) -> Sinks:
         if not self.is_reporter:
@@ -157,9 +161,7 @@ class Pretraining:
 
     def _plot(self) -> None:
         output = self.config.train.output
-        records = [dataset.manifest.validation for dataset in self.validation_data.datasets]
-        entropy = sum(r.unigram_entropy * r.tokens for r in records) / sum(r.tokens for r in records)
-        lines = {"unigram entropy of the validation data": entropy}
+        lines = {"unigram entropy of the validation data": self.validation_data.unigram_entropy}
         plot_losses(output / LOG_NAME, output / "loss.png", lines)
         self._say(f"loss plot: {output / 'loss.png'}")
 

@@ -15,39 +15,43 @@ import torch.distributed as dist
 
 from steptron.config.schema import LossConfig
 from steptron.data.batch import MicroBatch
-from steptron.model.assembly import mtp_loss_mask
+from steptron.model.mtp import mtp_loss_mask
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Global counts of a batch, over all data-parallel ranks and micro-batches.
+    """Counts of a batch.
 
     Attributes:
-        valid: non-padding input tokens.
-        targets: positions with a target, for the main head and each MTP depth that trains.
+        valid: non-padding input tokens, over all data-parallel ranks and micro-batches.
+        targets: positions with a target, for the main head and each MTP depth that trains, over all.
+        local_valid: non-padding input tokens of each micro-batch of this rank.
     """
 
     valid: int
     targets: tuple[int, ...]
+    local_valid: tuple[int, ...]
 
 
 def count_tokens(batches: Sequence[MicroBatch], mtp_depths: int, group: dist.ProcessGroup) -> TokenCounts:
-    """Adds up the counts of this rank's micro-batches over its data-parallel group."""
-    counts = [
-        torch.stack(
-            [
-                (batch.documents_BS >= 0).sum(),
-                batch.loss_mask_BS.sum(),
-                *(mtp_loss_mask(batch, depth).sum() for depth in range(1, mtp_depths + 1)),
-            ]
-        )
-        for batch in batches
-    ]
-    total = torch.stack(counts).sum(dim=0)
+    """Counts this rank's micro-batches and adds up over its data-parallel group."""
+    counts = torch.stack(
+        [
+            torch.stack(
+                [
+                    (batch.documents_BS >= 0).sum(),
+                    batch.loss_mask_BS.sum(),
+                    *(mtp_loss_mask(batch, depth).sum() for depth in range(1, mtp_depths + 1)),
+                ]
+            )
+            for batch in batches
+        ]
+    )
+    total = counts.sum(dim=0)
     if group.size() > 1:
         dist.all_reduce(total, group=group)
     valid, *targets = total.tolist()
-    return TokenCounts(valid, tuple(targets))
+    return TokenCounts(valid, tuple(targets), tuple(counts[:, 0].tolist()))
 
 
 def mtp_weights(config: LossConfig, depths: int) -> list[float]:

@@ -45,7 +45,7 @@ class Meter:
     def count(self, result: StepResult, data_seconds: float) -> None:
         """Adds a step to the interval."""
         self._steps += 1
-        self._tokens += result.counts.valid
+        self._tokens += result.observed.counts.valid
         self._data_seconds += data_seconds
 
     def record(
@@ -55,15 +55,16 @@ class Meter:
         seconds = max(time.perf_counter() - self._start, 1e-9)
         rate = self._tokens / seconds
         tflops = rate * self._flops_per_token / dist.get_world_size() / 1e12
-        violation, min_load, straggler = self._loads(result.tokens_per_expert_LE)
+        observed = result.observed
+        violation, min_load, straggler = self._loads(observed.tokens_per_expert_LE)
         record = StepRecord(
             step=progress.step,
             consumed_sequences=progress.consumed_sequences,
             consumed_tokens=progress.consumed_tokens,
-            loss=result.losses.total,
-            lm_loss=result.losses.lm,
-            mtp_losses=result.losses.mtp,
-            ep_loss=result.losses.ep,
+            loss=observed.losses.total,
+            lm_loss=observed.losses.lm,
+            mtp_losses=observed.losses.mtp,
+            ep_loss=observed.losses.ep,
             learning_rate=lr,
             bias_update_rate=bias_rate,
             grad_norm=result.gradient_norm,
@@ -77,6 +78,7 @@ class Meter:
             max_violation=violation,
             min_load=min_load,
             straggler_factor=straggler,
+            routing_confidence=observed.confidence,
             memory_bytes=self._peak_memory(),
         )
         self.restart()

@@ -23,7 +23,8 @@ class StepRecord:
         loss: the loss that was differentiated, nats.
         lm_loss: cross entropy of the main head, nats per counted token.
         mtp_losses: unweighted cross entropy of each MTP depth in training, nearest first, nats per counted token.
-        ep_loss: EP-group balance loss before its coefficient, mean over MoE layers (1 at balance); None without it.
+        ep_loss: EP-group balance loss before its coefficient, mean over MoE layers (1 at balance); None without
+            MoE layers.
         learning_rate: rate this step used.
         bias_update_rate: rate u of the selection-bias update after this step.
         grad_norm: global gradient norm before clipping.
@@ -38,6 +39,8 @@ class StepRecord:
             Wang et al. 2024, arXiv 2408.15664); None without MoE layers.
         min_load: least busy expert's tokens over the mean, smallest over MoE layers; None without MoE layers.
         straggler_factor: busiest expert-parallel group's tokens over the mean, largest over MoE layers;
+            None without MoE layers.
+        routing_confidence: share of router probability on the selected experts, mean over tokens and MoE layers;
             None without MoE layers.
         memory_bytes: peak memory of the process or device that used most.
     """
@@ -64,6 +67,7 @@ class StepRecord:
     max_violation: float | None
     min_load: float | None
     straggler_factor: float | None
+    routing_confidence: float | None
     memory_bytes: int
 
 

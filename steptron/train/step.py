@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,17 +16,15 @@ from steptron.model.assembly import StepModel
 from steptron.model.balance import BalanceContext, bias_update
 from steptron.model.init import initialise
 from steptron.model.layer_spec import ModelSpec, model_spec
-from steptron.model.transformer_config import transformer_config
+from steptron.model.stages import split_stages
+from steptron.model.transformer_config import DTYPES, transformer_config
 from steptron.optim.base import NamedParameter
 from steptron.optim.build import build_optimizer
 from steptron.parallel.finalize import finalize_gradients
 from steptron.parallel.gradient_buffer import DataParallel
 from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh
-from steptron.parallel.stages import split_stages
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients, mtp_weights
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class NonFiniteError(Exception):
@@ -41,35 +38,42 @@ class Losses:
     Attributes:
         lm: main head.
         mtp: MTP depths that run.
-        ep: EP-group balance loss, mean over MoE layers (1 at balance); NaN where it is not measured.
+        ep: EP-group balance loss, mean over MoE layers (1 at balance); None without MoE layers.
         total: the training objective.
     """
 
     lm: float
     mtp: tuple[float, ...]
-    ep: float
+    ep: float | None
     total: float
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a step did.
+class Observation:
+    """What the forward passes over a global batch showed; the same on every rank.
 
     Attributes:
-        losses: before the update.
-        gradient_norm: global norm before clipping.
+        losses: mean losses.
         counts: tokens of the global batch.
         tokens_per_expert_LE: int64 [MoE layers, E], selections over the global batch.
-        confidence: mean share of router probability on the selected experts.
+        confidence: share of router probability on the selected experts, mean over tokens and MoE layers; None
+            without MoE layers.
         stop_requested: some process was asked to stop.
     """
 
     losses: Losses
-    gradient_norm: float
     counts: TokenCounts
     tokens_per_expert_LE: torch.Tensor
-    confidence: float
+    confidence: float | None
     stop_requested: bool
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did: what was seen before the update, and the global gradient norm before clipping."""
+
+    observed: Observation
+    gradient_norm: float
 
 
 class TrainStep:
@@ -122,19 +126,22 @@ class TrainStep:
             if parameter.name in tensors and tensors[parameter.name].requires_grad
         ]
 
-    def accumulate_gradients(self, batches: Sequence[MicroBatch]) -> tuple[Losses, _Observed]:
+    def accumulate_gradients(self, batches: Sequence[MicroBatch], stop_requested: bool = False) -> Observation:
         """Forward and backward over this rank's micro-batches; leaves reduced gradients in ``main_grad``.
 
         Args:
             batches: this data-parallel rank's micro-batches, as many as on every other rank.
+            stop_requested: this process was asked to stop; handed on to every rank.
         """
         counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp_cp)
-        contexts = [self._balance_context(batch, counts) for batch in batches]
+        contexts = [
+            self._balance_context(batch, num_valid, counts)
+            for batch, num_valid in zip(batches, counts.local_valid, strict=True)
+        ]
         self.model.zero_grad_buffer()
         self.model.train()
         sums = self._run(list(zip(batches, contexts, strict=True)), counts, forward_only=False)
-        observed = self._observe(contexts, counts)
-        return self._losses(sums, counts, observed.ep_loss), observed
+        return self._observe(sums, contexts, counts, stop_requested)
 
     def run(
         self, batches: Sequence[MicroBatch], lr: float, bias_rate: float, stop_requested: bool = False
@@ -142,36 +149,29 @@ class TrainStep:
         """One optimizer step.
 
         Raises:
-            NonFiniteError: the loss or a gradient is not finite; nothing has been updated.
+            NonFiniteError: the loss or a gradient is not finite; nothing has been updated. Raised on every rank.
         """
-        losses, observed = self.accumulate_gradients(batches)
+        observed = self.accumulate_gradients(batches, stop_requested)
         norm = gradient_norm(self.model, self.mesh)
-        if not (math.isfinite(losses.total) and math.isfinite(norm)):
-            raise NonFiniteError(self._describe_non_finite(losses, norm))
+        if not (math.isfinite(observed.losses.total) and math.isfinite(norm)):
+            raise NonFiniteError(self._describe_non_finite(observed.losses, norm))
         if self.config.optimizer.clip_grad_norm:
             clip_gradients(self.model, norm, self.config.optimizer.clip_grad_norm)
         self.optimizer.step(lr)
         if not self.config.balance.freeze_router:
             self._update_biases(observed.tokens_per_expert_LE, bias_rate)
-        return StepResult(
-            losses,
-            norm,
-            observed.counts,
-            observed.tokens_per_expert_LE,
-            observed.confidence,
-            self._any_rank(stop_requested),
-        )
+        return StepResult(observed, norm)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, TokenCounts]:
         """Summed cross entropies [1 + depths] (float64, nats) over the global batch, and its counts."""
         counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp_cp)
         self.model.eval()
-        return self._run([(batch, None) for batch in batches], counts, forward_only=True), counts
+        sums = self._run([(batch, None) for batch in batches], counts, forward_only=True)
+        return self.mesh.sum_over_data_and_stages(sums), counts
 
-    def _balance_context(self, batch: MicroBatch, counts: TokenCounts) -> BalanceContext:
+    def _balance_context(self, batch: MicroBatch, num_valid: int, counts: TokenCounts) -> BalanceContext:
         valid = batch.documents_BS.t().flatten() >= 0
-        num_valid = int(valid.sum())
         balance = self.config.balance
         return BalanceContext(
             num_groups=balance.ep_groups or self.config.parallel.expert,
@@ -186,7 +186,12 @@ class TrainStep:
         counts: TokenCounts,
         forward_only: bool,
     ) -> torch.Tensor:
-        """Drives Megatron's schedule; returns globally summed cross entropies, float64, on every rank."""
+        """Drives Megatron's schedule.
+
+        Returns:
+            float64 [1 + depths]: cross entropies summed over this rank's micro-batches; zeros before
+            the last stage.
+        """
         coefficients = torch.tensor(loss_coefficients(self.config.loss, counts), device=self.device)
 
         def combine(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -197,7 +202,7 @@ class TrainStep:
             iterator: Iterator[tuple[MicroBatch, BalanceContext | None]], model: DataParallel
         ) -> tuple[torch.Tensor, Callable[..., object]]:
             batch, balance = next(iterator)
-            return model(batch, balance), partial(combine)
+            return model(batch, balance), combine
 
         batch_size, sequence_length = work[0][0].tokens_BS.shape
         outputs = self._forward_backward(
@@ -212,39 +217,41 @@ class TrainStep:
         sums = torch.zeros(1 + self.config.loss.mtp_train_depths, dtype=torch.float64, device=self.device)
         for output in outputs:
             sums += output
-        dist.all_reduce(sums)
         return sums
 
-    def _observe(self, contexts: list[BalanceContext], counts: TokenCounts) -> _Observed:
-        """Adds up what the MoE layers of all micro-batches, ranks and stages recorded."""
-        num_layers, num_experts = len(self._moe_index), self.config.model.moe.num_experts
-        tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=self.device)
+    def _observe(
+        self, sums: torch.Tensor, contexts: list[BalanceContext], counts: TokenCounts, stop_requested: bool
+    ) -> Observation:
+        """Adds up what the micro-batches of all ranks and stages showed."""
+        num_layers = len(self._moe_index)
+        tokens_LE = torch.zeros(num_layers, self.config.model.moe.num_experts, dtype=torch.int64, device=self.device)
         means = torch.zeros(2, dtype=torch.float64, device=self.device)
         for context in contexts:
             share = context.num_valid / max(counts.valid, 1) / max(num_layers, 1)
             for index, layer in context.layers.items():
-                tokens[self._moe_index[index]] += layer.tokens_per_expert_E
+                tokens_LE[self._moe_index[index]] += layer.tokens_per_expert_E
                 means += share * torch.stack([layer.ep_loss, layer.confidence]).double()
-        dist.all_reduce(tokens)
-        dist.all_reduce(means)
-        ep_loss, confidence = means.tolist()
-        return _Observed(counts, tokens, ep_loss, confidence)
+        self.mesh.sum_over_data_and_stages(tokens_LE)
+        values = torch.cat([sums, means, means.new_tensor([float(stop_requested)])])
+        *totals, ep_loss, confidence, stops = self.mesh.sum_over_data_and_stages(values).tolist()
+        return Observation(
+            self._losses(totals, counts, ep_loss if num_layers else None),
+            counts,
+            tokens_LE,
+            confidence if num_layers else None,
+            stops > 0,
+        )
 
-    def _losses(self, sums: torch.Tensor, counts: TokenCounts, ep_loss: float) -> Losses:
-        lm, *mtp = [total / max(count, 1) for total, count in zip(sums.tolist(), counts.targets, strict=True)]
+    def _losses(self, sums: list[float], counts: TokenCounts, ep_loss: float | None) -> Losses:
+        lm, *mtp = [total / max(count, 1) for total, count in zip(sums, counts.targets, strict=True)]
         weighted = sum(w * loss for w, loss in zip(mtp_weights(self.config.loss, len(mtp)), mtp, strict=True))
-        balance = self.config.balance.ep_loss_coefficient * ep_loss * len(self._moe_index)
+        balance = self.config.balance.ep_loss_coefficient * (ep_loss or 0.0) * len(self._moe_index)
         return Losses(lm, tuple(mtp), ep_loss, lm + weighted + balance)
 
     @torch.no_grad()
     def _update_biases(self, tokens_per_expert_LE: torch.Tensor, rate: float) -> None:
         for index, router in self.module.routers().items():
             router.bias += bias_update(tokens_per_expert_LE[self._moe_index[index]], rate)
-
-    def _any_rank(self, flag: bool) -> bool:
-        flags = torch.tensor(int(flag), device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
 
     def _describe_non_finite(self, losses: Losses, norm: float) -> str:
         """Names the parameters with non-finite gradients, gathered from all ranks."""
@@ -258,11 +265,3 @@ class TrainStep:
             f"gradient norm {norm}. Parameters with non-finite gradients: {shown or 'none'}. "
             "Nothing was updated in this step, and the last checkpoint is as it was."
         )
-
-
-@dataclass(frozen=True)
-class _Observed:
-    counts: TokenCounts
-    tokens_per_expert_LE: torch.Tensor
-    ep_loss: float
-    confidence: float

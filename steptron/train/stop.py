@@ -10,7 +10,10 @@ STOPPED_EXIT_CODE = 75
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM only raise a flag that the loop looks at."""
+    """A context in which the first SIGINT or SIGTERM only raises a flag that the loop looks at.
+
+    A second one has its usual effect.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -24,8 +27,12 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
+        self._restore()

@@ -291,3 +291,14 @@ def test_a_model_with_too_few_rows_is_refused(folder: Path) -> None:
     source.check_vocabulary(512)
     with pytest.raises(DataError, match=r"ids up to 419, but model\.vocab_size is 419"):
         source.check_vocabulary(419)
+
+
+def test_figures_of_a_blend_are_weighted_by_its_shares_of_tokens(folder: Path) -> None:
+    """Not by the sizes of the datasets: a sample comes from each by its weight."""
+    datasets = _blend(folder, 3.0, 1.0)
+    records = [TokenDataset.open(dataset.path, "validation").manifest.validation for dataset in datasets]
+    source = SampleSource(datasets, "validation", _data(datasets))
+    expected = 0.75 * records[0].bytes / records[0].tokens + 0.25 * records[1].bytes / records[1].tokens
+    assert source.bytes_per_token == pytest.approx(expected, rel=1e-12)
+    entropy = 0.75 * records[0].unigram_entropy + 0.25 * records[1].unigram_entropy
+    assert source.unigram_entropy == pytest.approx(entropy, rel=1e-12)

@@ -25,9 +25,9 @@ from steptron.data.batch import MicroBatch
 from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import ParameterRole, model_spec
 from steptron.model.router import Router, Routing
+from steptron.model.stages import Stage
 from steptron.model.transformer_config import transformer_config
 from steptron.parallel.mesh import Mesh, build_mesh
-from steptron.parallel.stages import Stage
 
 
 def small_config(**changes: Any) -> ModelConfig:

@@ -8,9 +8,9 @@ import torch
 from steptron.config.schema import ModelConfig, MtpConfig, ParallelConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.assembly import StepModel, _sequence
-from steptron.model.balance import BalanceContext, ep_group_loss, expert_counts
+from steptron.model.balance import BalanceContext, ep_group_loss
 from steptron.model.router import Router, Routing
-from steptron.parallel.stages import Stage, split_stages
+from steptron.model.stages import Stage, split_stages
 from tests.model.helpers import (
     assert_all_close,
     build_model,
@@ -187,7 +187,7 @@ def test_the_balance_loss_adds_its_gradient_once_whatever_the_losses_are_scaled_
 
     def keep(router: Router, inputs: object, routing: Routing) -> None:
         probabilities = routing.scores_TE / routing.scores_TE.sum(dim=1, keepdim=True)
-        counts = expert_counts(routing.experts_TK, 4, valid)
+        counts = routing.tokens_per_expert(valid)
         losses.append(ep_group_loss(probabilities, counts, 2, valid, int(valid.sum())))
 
     for router in explicit.routers().values():

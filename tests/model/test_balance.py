@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steptron.model.balance import AttachLoss, BalanceContext, bias_update, ep_group_loss, expert_counts
+from steptron.model.balance import AttachLoss, BalanceContext, bias_update, ep_group_loss
 from steptron.model.router import Routing
 
 EXPERTS = 12
@@ -76,6 +76,11 @@ def test_loss_counts_and_confidence(groups: int, padding: str, top_k: int) -> No
     assert seen.tokens_per_expert_E.tolist() == counts and seen.tokens_per_expert_E.dtype is torch.int64
     assert float(seen.confidence) == pytest.approx(confidence, rel=1e-12)
     torch.testing.assert_close(gradient, coefficient * expected_gradient, rtol=1e-11, atol=1e-15)
+
+
+def counts_of(experts_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None) -> torch.Tensor:
+    """Selections per expert, by a routing without scores."""
+    return Routing(experts_TK, experts_TK, torch.empty(0, num_experts)).tokens_per_expert(valid_T)
 
 
 def test_fp32_is_close_to_float64() -> None:
@@ -183,8 +188,8 @@ def test_scores_that_all_underflow_leave_everything_finite() -> None:
 
 
 def test_counts_of_experts_nobody_selects_are_zero() -> None:
-    assert expert_counts(torch.tensor([[0, 1], [1, 0]]), 5, None).tolist() == [2, 2, 0, 0, 0]
-    assert expert_counts(torch.tensor([[0, 1], [1, 4]]), 5, torch.tensor([True, False])).tolist() == [1, 1, 0, 0, 0]
+    assert counts_of(torch.tensor([[0, 1], [1, 0]]), 5, None).tolist() == [2, 2, 0, 0, 0]
+    assert counts_of(torch.tensor([[0, 1], [1, 4]]), 5, torch.tensor([True, False])).tolist() == [1, 1, 0, 0, 0]
 
 
 # ---------------------------------------------------------------------------------- bias update
@@ -231,7 +236,7 @@ def test_bias_updates_balance_the_selection() -> None:
     scores[:, 0] += 0.5
     bias = torch.zeros(EXPERTS)
     for _ in range(400):
-        counts = expert_counts((scores + bias).topk(3, dim=1).indices, EXPERTS, None)
+        counts = counts_of((scores + bias).topk(3, dim=1).indices, EXPERTS, None)
         bias += bias_update(counts, 2e-3)
     assert counts.max() < 1.3 * counts.double().mean() and counts.min() > 0.7 * counts.double().mean()
 

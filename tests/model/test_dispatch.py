@@ -49,11 +49,11 @@ def by_loops(h: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def through(dispatcher: Dispatcher, h: torch.Tensor, routing: Routing, first_expert: int = 0) -> torch.Tensor:
-    x, counts, weights = dispatcher.dispatch(h, routing)
+    x, counts, weights, combine = dispatcher.dispatch(h, routing)
     assert x.shape == (int(counts.sum()), h.shape[1]) and weights.shape == (x.shape[0],)
     assert x.is_contiguous()
     numbers = first_expert + torch.arange(counts.numel()).repeat_interleave(counts)
-    return dispatcher.combine(expert_function(x, numbers, weights.to(x.dtype)))
+    return combine(expert_function(x, numbers, weights.to(x.dtype)))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 17])
@@ -79,7 +79,7 @@ def test_local_dispatcher_of_any_shape(tokens: int, experts: int, top_k: int, se
     top_k = min(top_k, experts)
     routing = make_routing(tokens, top_k, seed, experts)
     h = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    x, counts, _ = LocalDispatcher().dispatch(h, routing)
+    x, counts, _, _ = LocalDispatcher().dispatch(h, routing)
     assert counts.tolist() == [int((routing.experts_TK == e).sum()) for e in range(experts)]
     # Rows of an expert come in the order of their tokens: a stable sort, the same on every machine.
     expected = [h[t] for e in range(experts) for t in range(tokens) if e in routing.experts_TK[t]]
@@ -89,7 +89,7 @@ def test_local_dispatcher_of_any_shape(tokens: int, experts: int, top_k: int, se
 
 def test_weights_travel_with_their_rows() -> None:
     routing = make_routing(9, 3, seed=3)
-    _, _, weights = LocalDispatcher().dispatch(torch.zeros(9, HIDDEN), routing)
+    _, _, weights, _ = LocalDispatcher().dispatch(torch.zeros(9, HIDDEN), routing)
     expected = [
         routing.weights_TK[t, routing.experts_TK[t].tolist().index(e)].item()
         for e in range(EXPERTS)

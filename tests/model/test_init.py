@@ -10,7 +10,7 @@ import torch
 from steptron.config.schema import InitConfig, MoeConfig, MtpConfig
 from steptron.model.init import initialise, standard_deviation
 from steptron.model.layer_spec import RESIDUAL_WRITERS, ParameterRole, model_spec
-from steptron.parallel.stages import split_stages
+from steptron.model.stages import split_stages
 from tests.model.helpers import build_model, small_config
 
 CONFIG = small_config(layout="S3F1+heads+gate+sink")

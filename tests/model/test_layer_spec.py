@@ -15,8 +15,9 @@ from steptron.config.schema import (
     RopeConfig,
     SlidingAttentionConfig,
 )
-from steptron.model.assembly import meta_parameters
+from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import AttentionKind, LayerRole, MoeFfnSpec, ParameterRole, model_spec, parse_layout
+from steptron.model.stages import Stage
 from steptron.model.transformer_config import transformer_config
 from tests.model.helpers import build_model, fill, random_batch, single_process, small_config
 from tests.planning.models import flash
@@ -140,7 +141,6 @@ def test_names_are_unique_and_slices_tile_their_parameter(layout: str, head: str
             row = matrix.rows[1]
         assert row == parameter.shape[1 if parameter.is_expert else 0]
         assert parameter.size == math.prod(parameter.shape)
-        assert parameter.is_trained == (not parameter.name.endswith("router.bias"))
         assert (
             len(
                 {
@@ -183,7 +183,7 @@ def test_the_model_has_the_tensors_of_its_specs_and_runs(config: ModelConfig) ->
     tensors = dict(model.logical_tensors())
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes_of_specs(config)
     untrained = {name for name, tensor in tensors.items() if not tensor.requires_grad}
-    assert untrained == {p.name for p in model.spec.parameters() if not p.is_trained}
+    assert untrained == {p.name for p in model.spec.parameters() if p.role is ParameterRole.ROUTER_BIAS}
 
     fill(model, seed=0)
     sums = model(random_batch(config.vocab_size, 2, 12, seed=1))
@@ -198,9 +198,10 @@ def test_the_model_has_the_tensors_of_its_specs_and_runs(config: ModelConfig) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_meta_tensors_have_the_shapes_of_the_specs(layout: str) -> None:
     config = flash(layout if layout != "FFFF" else "FFFF", num_layers=6, clamp={}, mtp={"depths": 1})
-    tensors = meta_parameters(
-        model_spec(config), transformer_config(config, ParallelConfig(), torch.bfloat16), single_process().groups
-    )
+    spec, engine = model_spec(config), transformer_config(config, ParallelConfig(), torch.bfloat16)
+    with torch.device("meta"):
+        model = StepModel(spec, Stage.whole(len(spec.layers)), engine, single_process().groups)
+    tensors = dict(model.logical_tensors())
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes_of_specs(config)
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}

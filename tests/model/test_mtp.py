@@ -7,7 +7,7 @@ import torch
 
 from steptron.config.schema import MtpConfig
 from steptron.data.batch import MicroBatch
-from steptron.model.assembly import mtp_loss_mask
+from steptron.model.mtp import mtp_loss_mask
 from steptron.model.sequence import SequenceContext, SequenceShard
 from tests.model.helpers import build_model, fill, gradients, random_batch, relative_error, small_config
 

@@ -13,6 +13,7 @@ import torch
 
 from steptron.config.schema import LossConfig, ModelConfig
 from steptron.model.assembly import StepModel
+from steptron.model.layer_spec import ParameterRole
 from steptron.model.sequence import shift_left
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 from tests.model.helpers import (
@@ -90,7 +91,7 @@ def test_logits() -> None:
 def test_losses() -> None:
     right = expected()
     total, sums, counts = losses(case_model(), right["input_ids"])
-    assert counts == TokenCounts(80, (78, 76, 74, 72))
+    assert counts == TokenCounts(80, (78, 76, 74, 72), (80,))
     means = sums.detach().double() / torch.tensor(counts.targets)
     assert means[0].item() == pytest.approx(right["lm_loss"].item(), rel=1e-6)
     assert means[1:].tolist() == pytest.approx(right["mtp_losses"].tolist(), rel=1e-6)
@@ -314,7 +315,7 @@ def test_transformers_agrees() -> None:
     sums[0].backward()
     own = gradients(ours)
     for parameter in ours.spec.parameters():
-        if not parameter.is_trained:
+        if parameter.role is ParameterRole.ROUTER_BIAS:
             continue
         names = [transformers_name(matrix.name, config.num_layers) for matrix in parameter.matrices]
         parts = [their_tensors[name].grad for name in dict.fromkeys(names)]

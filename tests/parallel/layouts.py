@@ -28,6 +28,7 @@ class Outcome:
 
     losses: list[Losses]
     tokens_per_expert: list[torch.Tensor]
+    gradient_norms: list[float]
     gradients: dict[str, tuple[int, torch.Tensor]]
     parameters: dict[str, tuple[int, torch.Tensor]]
     smallest_gap: float
@@ -75,17 +76,19 @@ def run(
     train = TrainStep(config, mesh, torch.device("cpu"))
     own = (batches or make_batches())[mesh.data_rank :: mesh.data_size]
     gaps = _watch_gaps(train)
-    losses, observed = train.accumulate_gradients(own)
-    all_losses, all_tokens = [losses], [observed.tokens_per_expert_LE]
+    observed = train.accumulate_gradients(own)
+    all_losses, all_tokens, norms = [observed.losses], [observed.tokens_per_expert_LE], []
     gradients = {p.spec.name: p.tensor.main_grad.clone() for p in train.trained_parameters()}
     for _ in range(steps):
         result = train.run(own, LEARNING_RATE, bias_rate=1e-3)
-        all_losses.append(result.losses)
-        all_tokens.append(result.tokens_per_expert_LE)
+        all_losses.append(result.observed.losses)
+        all_tokens.append(result.observed.tokens_per_expert_LE)
+        norms.append(result.gradient_norm)
     parameters = {name: tensor.detach().clone() for name, tensor in train.module.logical_tensors()}
     return Outcome(
         all_losses,
         all_tokens,
+        norms,
         _placed(config, mesh.expert_rank, mesh.expert_size, train, gradients),
         _placed(config, mesh.expert_rank, mesh.expert_size, train, parameters),
         min(gaps, default=1.0),

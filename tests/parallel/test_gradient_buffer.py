@@ -11,11 +11,11 @@ import torch.distributed as dist
 from steptron.config.schema import ParallelConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.layer_spec import model_spec
+from steptron.model.stages import split_stages
 from steptron.parallel import gradient_buffer
 from steptron.parallel.finalize import finalize_gradients
 from steptron.parallel.gradient_buffer import DataParallel, GradientBuffer
 from steptron.parallel.mesh import build_mesh
-from steptron.parallel.stages import split_stages
 from tests.model.helpers import build_model, fill, gradients, random_batch, relative_error, single_process, small_config
 from tests.worker_pool import WorkerPool
 

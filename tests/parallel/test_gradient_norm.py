@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from steptron.config.schema import ParallelConfig
+from steptron.model.stages import split_stages
 from steptron.parallel.gradient_buffer import DataParallel
 from steptron.parallel.gradient_norm import _sum_of_squares, clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh, build_mesh
-from steptron.parallel.stages import split_stages
 from tests.model.helpers import build_model, single_process, small_config
 from tests.worker_pool import WorkerPool
 

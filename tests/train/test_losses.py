@@ -36,20 +36,21 @@ def uneven_batch(seed: int) -> MicroBatch:
 
 
 def counts_by_loops(batches: list[MicroBatch], depths: int) -> TokenCounts:
-    valid, targets = 0, [0] * (depths + 1)
+    local_valid, targets = [], [0] * (depths + 1)
     for batch in batches:
+        local_valid.append(0)
         rows, length = batch.tokens_BS.shape
         for b in range(rows):
             for t in range(length):
                 document = int(batch.documents_BS[b, t])
                 if document < 0:
                     continue
-                valid += 1
+                local_valid[-1] += 1
                 for k in range(depths + 1):
                     last = t + k
                     if last < length and batch.loss_mask_BS[b, last] and batch.documents_BS[b, last] == document:
                         targets[k] += 1
-    return TokenCounts(valid, tuple(targets))
+    return TokenCounts(sum(local_valid), tuple(targets), tuple(local_valid))
 
 
 @pytest.mark.parametrize("depths", [0, 1, 3])
@@ -68,7 +69,9 @@ def counts_of_rank(rank: int, world_size: int, expert: int) -> TokenCounts:
 @pytest.mark.parametrize("world_size, expert", [(2, 1), (2, 2), (4, 2)])
 def test_counts_are_global(pool: WorkerPool, world_size: int, expert: int) -> None:
     expected = counts_by_loops([uneven_batch(seed) for seed in range(2 * world_size)], 2)
-    assert pool.run(world_size, counts_of_rank, expert) == [expected] * world_size
+    for rank, counts in enumerate(pool.run(world_size, counts_of_rank, expert)):
+        assert (counts.valid, counts.targets) == (expected.valid, expected.targets)
+        assert counts.local_valid == expected.local_valid[2 * rank : 2 * rank + 2]
 
 
 def counts_of_stage(rank: int, world_size: int) -> TokenCounts:
@@ -102,12 +105,12 @@ def test_weights_sum_to_the_whole_and_decay(weight: float, decay: float, depths:
 
 
 def test_coefficients_divide_by_each_heads_own_count() -> None:
-    coefficients = loss_coefficients(LossConfig(mtp_weight=0.3, mtp_decay=0.6), TokenCounts(100, (80, 60, 40)))
+    coefficients = loss_coefficients(LossConfig(mtp_weight=0.3, mtp_decay=0.6), TokenCounts(100, (80, 60, 40), (100,)))
     assert coefficients == pytest.approx([1 / 80, 0.3 / 1.6 / 60, 0.18 / 1.6 / 40], rel=1e-12)
 
 
 def test_heads_without_any_target_add_nothing() -> None:
-    assert loss_coefficients(LossConfig(), TokenCounts(10, (0, 0))) == [1.0, 0.3]  # of sums that are 0
+    assert loss_coefficients(LossConfig(), TokenCounts(10, (0, 0), (10,))) == [1.0, 0.3]  # of sums that are 0
 
 
 # ------------------------------------------------------------------------------ the whole batch

@@ -43,6 +43,7 @@ def step_record(step: int, **changes: Any) -> StepRecord:
         max_violation=0.5,
         min_load=0.25,
         straggler_factor=1.25,
+        routing_confidence=0.3,
         memory_bytes=2**30,
     )
     return dataclasses.replace(record, **changes)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steptron.parallel.stages import Stage, split_stages
+from steptron.model.stages import Stage, split_stages
 
 
 @given(st.integers(1, 100), st.integers(1, 100))

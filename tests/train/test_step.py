@@ -1,0 +1,155 @@
+"""TrainStep on several processes: evaluation, frozen routers, failures on one rank, document options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from steptron.config.loader import load
+from steptron.data.batch import MicroBatch
+from steptron.parallel.mesh import build_mesh
+from steptron.train.step import NonFiniteError, TrainStep
+from tests.parallel.layouts import LEARNING_RATE, NANO, make_batches
+from tests.worker_pool import WorkerPool
+
+LAYOUTS = {
+    "one process": (1, []),
+    "EP2": (2, ["parallel.expert=2"]),
+    "PP2": (2, ["parallel.pipeline=2"]),
+    "PP2xEP2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+}
+
+
+def build(overrides: list[str]) -> tuple[TrainStep, list[MicroBatch]]:
+    config = load(NANO, [*overrides, "data.sequence_length=48"]).config
+    mesh = build_mesh(config.parallel)
+    return TrainStep(config, mesh, torch.device("cpu")), make_batches()[mesh.data_rank :: mesh.data_size]
+
+
+def parameters_of(train: TrainStep) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in train.module.logical_tensors()}
+
+
+def train_and_evaluate(
+    rank: int, world_size: int, overrides: list[str]
+) -> tuple[list[float], list[float], bool, dict[str, torch.Tensor]]:
+    """Losses by training and by evaluation; whether evaluation left gradients alone; parameters after
+    two steps with an evaluation between them."""
+    train, batches = build(overrides)
+    losses = train.accumulate_gradients(batches).losses
+    before = [buffer.data.clone() for buffer in train.model.buffers]
+    sums, counts = train.evaluate(batches)
+    untouched = all(torch.equal(a, buffer.data) for a, buffer in zip(before, train.model.buffers, strict=True))
+    means = [total / count for total, count in zip(sums.tolist(), counts.targets, strict=True)]
+    train.run(batches, LEARNING_RATE, 1e-3)
+    train.evaluate(batches)
+    train.run(batches, LEARNING_RATE, 1e-3)
+    return [losses.lm, *losses.mtp], means, untouched, parameters_of(train)
+
+
+def only_train(rank: int, world_size: int, overrides: list[str]) -> dict[str, torch.Tensor]:
+    train, batches = build(overrides)
+    for _ in range(2):
+        train.run(batches, LEARNING_RATE, 1e-3)
+    return parameters_of(train)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_evaluation_gives_the_training_losses_and_changes_nothing(pool: WorkerPool, name: str) -> None:
+    world_size, overrides = LAYOUTS[name]
+    evaluated = pool.run(world_size, train_and_evaluate, overrides)
+    plain = pool.run(world_size, only_train, overrides)
+    for (trained, means, untouched, parameters), expected in zip(evaluated, plain, strict=True):
+        assert trained == pytest.approx(means, rel=1e-7)
+        assert untouched
+        assert [key for key in expected if not torch.equal(parameters[key], expected[key])] == []
+
+
+def frozen(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Names of the tensors that two steps changed, and of the parameters that are trained."""
+    train, batches = build(["balance.freeze_router=true", "balance.ep_loss_coefficient=0"])
+    before = parameters_of(train)
+    for _ in range(2):
+        train.run(batches, LEARNING_RATE, bias_rate=1e-3)
+    changed = [name for name, tensor in parameters_of(train).items() if not torch.equal(tensor, before[name])]
+    return changed, [p.spec.name for p in train.trained_parameters()]
+
+
+def test_a_frozen_router_keeps_weights_and_biases_and_everything_else_trains(pool: WorkerPool) -> None:
+    ((changed, trained),) = pool.run(1, frozen)
+    assert not any(".router." in name for name in changed)
+    assert sorted(changed) == sorted(trained)
+
+
+def step_with_nan_on_the_last_rank(rank: int, world_size: int, overrides: list[str]) -> tuple[str, bool]:
+    train, batches = build(overrides)
+    before = parameters_of(train)
+    if rank == world_size - 1:
+        name, parameter = next(
+            (name, p) for name, p in train.module.named_parameters() if name.endswith("query_norm.weight")
+        )
+        before[name] = parameter.data.fill_(math.nan).clone()
+    try:
+        train.run(batches, LEARNING_RATE, 1e-3)
+    except NonFiniteError as error:
+        after = parameters_of(train)
+        return str(error), all(torch.equal(after[key].nan_to_num(), before[key].nan_to_num()) for key in before)
+    return "", False
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nan_on_one_rank_stops_all_with_the_same_message_and_updates_nothing(pool: WorkerPool, name: str) -> None:
+    world_size, overrides = LAYOUTS[name]
+    outcomes = pool.run(world_size, step_with_nan_on_the_last_rank, overrides)
+    assert len({message for message, _ in outcomes}) == 1
+    assert "Parameters with non-finite gradients: " in outcomes[0][0] and "attention" in outcomes[0][0]
+    assert all(untouched for _, untouched in outcomes)
+
+
+def gradients_of(rank: int, world_size: int, batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]]:
+    train, _ = build(["balance.ep_loss_coefficient=0"])
+    losses = train.accumulate_gradients(batches).losses
+    return losses.lm, {p.spec.name: p.tensor.main_grad.clone() for p in train.trained_parameters()}
+
+
+def test_isolated_documents_give_what_the_same_documents_give_apart(pool: WorkerPool) -> None:
+    """A packed row against one row per document; crossing attention gives something else."""
+    (packed,) = make_batches(count=1, batch=1)
+    documents = packed.documents_BS[0]
+    rows = []
+    for number in range(int(documents.max()) + 1):
+        place = (documents == number).nonzero().flatten()
+        start, stop = int(place[0]), int(place[-1]) + 1
+        pad = torch.zeros(48 - (stop - start), dtype=torch.int64)
+
+        def cut(
+            values: torch.Tensor, fill: int, start: int = start, stop: int = stop, pad: torch.Tensor = pad
+        ) -> torch.Tensor:
+            return torch.cat([values[0, start:stop], (pad + fill).to(values.dtype)])
+
+        rows.append(
+            [
+                cut(packed.tokens_BS, 0),
+                cut(packed.labels_BS, 0),
+                cut(packed.loss_mask_BS, 0),
+                cut(packed.positions_BS, 0),
+                torch.where(cut(packed.documents_BS, -1) >= 0, 0, -1),
+            ]
+        )
+    apart = MicroBatch(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    assert len(rows) > 1
+    crossing = replace(
+        packed,
+        positions_BS=torch.arange(48).unsqueeze(0),
+        documents_BS=torch.where(packed.documents_BS >= 0, 0, -1),
+    )
+    ((loss, gradients),) = pool.run(1, gradients_of, [packed])
+    ((loss_apart, gradients_apart),) = pool.run(1, gradients_of, [apart])
+    ((loss_crossing, _),) = pool.run(1, gradients_of, [crossing])
+    assert loss == pytest.approx(loss_apart, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert float((gradient - gradients_apart[name]).norm() / gradient.norm()) < 2e-6, name
+    assert abs(loss_crossing - loss) > 1e-4
