@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from steptron.config.layout import AttentionKind, parse_layout
-from steptron.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PretrainConfig, TrainConfig
+from steptron.config.schema import (
+    LossConfig,
+    ModelConfig,
+    MtpConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PretrainConfig,
+    TrainConfig,
+)
 from steptron.errors import ConfigError
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
@@ -198,6 +206,8 @@ def _balance(config: PretrainConfig) -> Iterator[str]:
             "balance.bias.decay_start_step and balance.bias.decay_steps belong together: set both or neither "
             f"(they are {_or_unset(bias.decay_start_step)} and {_or_unset(bias.decay_steps)})"
         )
+    if bias.rate == 0 and bias.decay_steps is not None:
+        yield "balance.bias.decay_steps is set, but balance.bias.rate is 0: there is nothing to decay, leave it out"
     if balance.freeze_router and bias.rate > 0:
         yield (
             f"balance.freeze_router keeps the selection biases as they are, but balance.bias.rate is {bias.rate}: "
@@ -218,6 +228,11 @@ def _loss(config: PretrainConfig) -> Iterator[str]:
     trained, depths = config.loss.mtp_train_depths, config.model.mtp.depths
     if trained > depths:
         yield f"loss.mtp_train_depths ({trained}) must not exceed model.mtp.depths ({depths})"
+    for name in ("chain", "head"):
+        if not depths and getattr(config.model.mtp, name) != MtpConfig.model_fields[name].default:
+            yield f"model.mtp.{name} is set, but model.mtp.depths is 0: leave it out"
+    if not trained and config.loss.mtp_weight != LossConfig.model_fields["mtp_weight"].default:
+        yield "loss.mtp_weight is set, but loss.mtp_train_depths is 0, so that no MTP loss exists: leave it out"
     if config.data.sequence_length <= trained:
         yield (
             f"data.sequence_length ({config.data.sequence_length}) must be greater than loss.mtp_train_depths "

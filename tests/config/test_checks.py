@@ -195,7 +195,22 @@ REFUSED = [
         1,
         "optimizer.beta2 is set, but optimizer.name is sgd, which has no moments: leave it out",
     ),
+    (
+        ["balance.bias={rate: 0, decay_start_step: 1, decay_steps: 5}"],
+        1,
+        "balance.bias.decay_steps is set, but balance.bias.rate is 0: there is nothing to decay, leave it out",
+    ),
     # -------------------------------------------------------------------------------------- loss
+    (
+        ["model.mtp={depths: 0, chain: post_norm}"],
+        1,
+        "model.mtp.chain is set, but model.mtp.depths is 0: leave it out",
+    ),
+    (
+        ["loss={mtp_train_depths: 0, mtp_weight: 0.1}"],
+        1,
+        "loss.mtp_weight is set, but loss.mtp_train_depths is 0, so that no MTP loss exists: leave it out",
+    ),
     (
         ["loss.mtp_train_depths=2", "model.mtp.depths=1"],
         1,
