@@ -74,7 +74,8 @@ $(VENV)/.stamp-torch-$(TORCH_VERSION): $(VENV_STAMP)
 	@$(PIP) install $(PIP_FLAGS) 'torch==$(TORCH_VERSION)'
 	@rm -f $(VENV)/.stamp-torch-* && touch $@
 
-# The constraint keeps the chosen torch: no dependency may replace it.
+# The constraint keeps the chosen torch: no dependency may replace it. In compat mode the package is found before a
+# folder of the same name in the current directory, such as the clone seen from its parent.
 $(INSTALL_STAMP): setup.py pyproject.toml | $(TORCH_STAMP)
 	@echo "==> Installing Steptron, Megatron-Core and the development tools (about 0.2 GB to download, one to three minutes)"
 	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(VENV)/constraints.txt
@@ -82,7 +83,7 @@ $(INSTALL_STAMP): setup.py pyproject.toml | $(TORCH_STAMP)
 	if [ -z "$$megatron" ]; then \
 		megatron=$$($(PY) -c 'import sys; print("0.16.1" if sys.version_info < (3, 12) else "0.19.2")'); \
 	fi; \
-	$(PIP) install $(PIP_FLAGS) -c $(VENV)/constraints.txt "megatron-core==$$megatron" -e '.[dev]'
+	$(PIP) install $(PIP_FLAGS) -c $(VENV)/constraints.txt "megatron-core==$$megatron" --config-settings editable_mode=compat -e '.[dev]'
 	@rm -f $(VENV)/.stamp-installed* && touch $@
 
 # ------------------------------------------------------------------------------------------ use

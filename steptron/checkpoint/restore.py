@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from steptron.checkpoint.save_load import load_model, read_config
+from steptron.checkpoint.manifest import read_config
+from steptron.checkpoint.save_load import load_model
 from steptron.config.schema import ParallelConfig, PretrainConfig
 from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import model_spec

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 import steptron
 from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, prune
+from steptron.checkpoint.manifest import CONFIG, FORMAT_VERSION, Manifest, Progress, read_manifest
 from steptron.checkpoint.tensors import model_tensors, optimizer_tensors
-from steptron.config.loader import load as load_config
 from steptron.config.schema import PretrainConfig
 from steptron.config.show import to_yaml
 from steptron.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
@@ -30,81 +27,54 @@ from steptron.model.assembly import StepModel
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
 
-FORMAT_VERSION = 1
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
 """Copied from the training data, so that a checkpoint is enough to write text."""
-CONFIG = "config.yaml"
-"""The resolved configuration inside a checkpoint: a configuration file like any other."""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come.
-
-    Attributes:
-        step: completed optimizer steps.
-        consumed_sequences: training sequences consumed, over all ranks.
-        consumed_tokens: non-padding tokens consumed, over all ranks.
-    """
-
-    step: int = 0
-    consumed_sequences: int = 0
-    consumed_tokens: int = 0
-
-
-def save(config: PretrainConfig, progress: Progress, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> Path:
+def save(
+    config: PretrainConfig,
+    progress: Progress,
+    datasets: list[str],
+    module: StepModel,
+    optimizer: Optimizer,
+    mesh: Mesh,
+) -> Path:
     """Writes a checkpoint and prunes old ones.
 
     Everything goes to a temporary folder that is renamed at the end, the manifest last: a folder
     with a manifest is complete.
 
+    Args:
+        config: the run's configuration, which the checkpoint carries.
+        progress: how far the run has come.
+        datasets: content hashes of the training datasets.
+        module, optimizer: what is saved.
+        mesh: this process's place in the layout.
+
     Raises:
-        UserError: the folder cannot be written (message names it and the system's reason).
+        UserError: the folder cannot be written (message names it and the reason).
     """
     final = checkpoint_folder(config.train.output, progress.step)
     temporary = final.with_suffix(".new.partial")
     on_first_rank("checkpoint not written", lambda: _prepare(temporary))
     tensors: dict[str, Any] = model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh)
-    with _results_in_this_process():
-        dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "steptron_version": steptron.__version__,
-        "torch_version": torch.__version__,
-        "progress": asdict(progress),
-        "optimizer_steps": optimizer.num_steps,
-    }
+    try:
+        with _results_in_this_process():
+            dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
+    except Exception as error:  # the writers' failures come in many forms: a full disk, a lost folder
+        raise UserError(f"checkpoint not written: {temporary}: {error}") from error
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        steptron_version=steptron.__version__,
+        torch_version=torch.__version__,
+        progress=progress,
+        optimizer_steps=optimizer.num_steps,
+        datasets=datasets,
+    )
     on_first_rank("checkpoint not written", lambda: _publish(temporary, final, manifest, config))
     if dist.get_rank() == 0:
         prune(config.train.output, config.train.checkpoint.keep)
     return final
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        UserError: it cannot be read, or was written in another format version.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from error
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise UserError(
-            f"{folder} has checkpoint format {manifest.get('format_version')}, this version reads {FORMAT_VERSION}"
-        )
-    return manifest
-
-
-def read_config(folder: Path) -> PretrainConfig:
-    """The configuration that a checkpoint was trained with.
-
-    Raises:
-        UserError: the folder is no checkpoint of this format, or its configuration cannot be read.
-    """
-    read_manifest(folder)
-    return load_config(folder / CONFIG).config
 
 
 def load(folder: Path, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> Progress:
@@ -115,8 +85,8 @@ def load(folder: Path, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> P
     """
     manifest = read_manifest(folder)
     _load_into(folder, module, model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh))
-    optimizer.set_num_steps(manifest["optimizer_steps"])
-    return Progress(**manifest["progress"])
+    optimizer.set_num_steps(manifest.optimizer_steps)
+    return manifest.progress
 
 
 def load_model(folder: Path, module: StepModel, mesh: Mesh) -> None:
@@ -128,7 +98,10 @@ def load_model(folder: Path, module: StepModel, mesh: Mesh) -> None:
 def _load_into(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor]) -> None:
     _check_matches(folder, module, tensors)
     targets = {key: sharded.data for key, sharded in tensors.items()}
-    loaded = dist_checkpointing.load(dict(tensors), str(folder))
+    try:
+        loaded = dist_checkpointing.load(dict(tensors), str(folder))
+    except Exception as error:  # a truncated or missing shard shows in as many ways as there are readers
+        raise UserError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
     for key, target in targets.items():
         target.copy_(loaded[key])
 
@@ -136,8 +109,8 @@ def _load_into(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor
 def _check_matches(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor]) -> None:
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
-    except (CheckpointingException, OSError) as error:
-        raise UserError(f"{folder} cannot be read as a checkpoint: {error}") from error
+    except Exception as error:
+        raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     problems = []
     for key, tensor in tensors.items():
         if key not in stored:
@@ -175,13 +148,13 @@ def _prepare(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _publish(temporary: Path, final: Path, manifest: dict[str, Any], config: PretrainConfig) -> None:
+def _publish(temporary: Path, final: Path, manifest: Manifest, config: PretrainConfig) -> None:
     (temporary / CONFIG).write_text(to_yaml(config))
     for name in TOKENIZER_FILES:
         source = config.data.train[0].path / name
         if source.is_file():
             shutil.copy(source, temporary / name)
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (temporary / MANIFEST).write_text(manifest.model_dump_json(indent=1))
     if final.exists():
         final.rename(final.with_suffix(".partial"))
     temporary.rename(final)

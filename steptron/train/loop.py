@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import list_checkpoints
-from steptron.checkpoint.save_load import Progress, on_first_rank
+from steptron.checkpoint.manifest import Progress, read_config, read_manifest
+from steptron.checkpoint.resume import changes
+from steptron.checkpoint.save_load import on_first_rank
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
+from steptron.data.manifest import read_manifest as read_dataset_manifest
 from steptron.data.sampler import SampleSource
 from steptron.errors import UserError
 from steptron.optim.schedule import bias_update_rate, learning_rate
@@ -24,6 +27,7 @@ from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.meter import Meter
 from steptron.train.plot import plot_losses
 from steptron.train.records import ValidationRecord
+from steptron.train.run_lock import RunLock
 from steptron.train.sinks import LOG_NAME, Sinks, make_sinks
 from steptron.train.step import NonFiniteError, TrainStep
 from steptron.train.stop import StopRequest
@@ -44,10 +48,12 @@ class Pretraining:
         determinism.use_deterministic_algorithms(config.train.deterministic)
         self.is_reporter = dist.get_rank() == 0
         self.mesh: Mesh = build_mesh(config.parallel)
+        on_first_rank("the run cannot start", self._take_folder)
         self.train_data = SampleSource(config.data.train, "train", config.data)
-        self.validation_data = SampleSource(config.data.validation or config.data.train, "validation", config.data)
-        for source in (self.train_data, self.validation_data):
+        self.validation_data = self._open_validation()
+        for source in filter(None, (self.train_data, self.validation_data)):
             source.check_vocabulary(config.model.vocab_size)
+        self._datasets = [dataset.manifest.content_hash for dataset in self.train_data.datasets]
         self.step = TrainStep(config, self.mesh, self.device)
         self.batches = BatchSchedule(config.train)
         if fresh:
@@ -65,6 +71,8 @@ class Pretraining:
             return True
         with StopRequest() as stop, self._sinks() as sinks:
             complete = self._train(stop, sinks)
+        if not complete:
+            self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
         if self.is_reporter:
             self._plot()
         return complete
@@ -99,7 +107,6 @@ class Pretraining:
                 self._save()
                 meter.restart()
             if stopping:
-                self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
                 return False
             if _due(self.progress.step, train.validation.every_steps) or done:
                 self._validate(sinks)
@@ -116,8 +123,24 @@ class Pretraining:
         own = range(first + self.mesh.data_rank * size, first + batch_size, self.mesh.data_size * size)
         return [source.micro_batch(start, size).to(self.device) for start in own]
 
+    def _take_folder(self) -> None:
+        self._lock = RunLock(self.config.train.output)
+
+    def _open_validation(self) -> SampleSource | None:
+        """The datasets to validate on: those that are named, or the training datasets' own splits where
+        they have one; None where there is nothing to validate on."""
+        data = self.config.data
+        splits = [dataset for dataset in data.train if read_dataset_manifest(dataset.path).validation.documents]
+        datasets = data.validation or splits
+        if not datasets:
+            self._say("no validation: the training data has no validation split, and data.validation is empty")
+            return None
+        return SampleSource(datasets, "validation", data)
+
     def _validate(self, sinks: Sinks) -> None:
         """Mean losses over the first sequences of the validation split, always the same ones."""
+        if self.validation_data is None:
+            return
         batch_size = self.config.train.global_batch_size
         available = -(-(self.validation_data.num_samples or 0) // batch_size)
         sums = torch.zeros(1 + self.config.loss.mtp_train_depths, dtype=torch.float64)
@@ -128,12 +151,17 @@ class Pretraining:
             )
             sums += batch_sums.cpu()
             targets += torch.tensor(counts.targets, dtype=torch.float64)
-        lm, *mtp = (sums / targets.clamp(min=1)).tolist()
+        lm, *mtp = (sums / targets).tolist()  # NaN without a target
         bits_per_byte = lm / math.log(2) / self.validation_data.bytes_per_token
         sinks.write(ValidationRecord(self.progress.step, lm, tuple(mtp), bits_per_byte))
 
-    def _save(self) -> Path:
-        return save_load.save(self.config, self.progress, self.step.module, self.step.optimizer, self.mesh)
+    def _save(self) -> None:
+        if not self.step.parameters_are_finite():
+            raise UserError(
+                f"after step {self.progress.step} parameters are no longer finite: no checkpoint was written, the last "
+                "one is as it was. Lower optimizer.lr or optimizer.clip_grad_norm and run again"
+            )
+        save_load.save(self.config, self.progress, self._datasets, self.step.module, self.step.optimizer, self.mesh)
 
     def _resume(self) -> Progress:
         # One rank decides for all: others may see another state of a shared folder.
@@ -141,8 +169,10 @@ class Pretraining:
         dist.broadcast_object_list(newest, src=0)
         if newest[0] is None:
             return Progress()
-        progress = save_load.load(newest[0], self.step.module, self.step.optimizer, self.mesh)
-        self._say(f"resuming from {newest[0]} (step {progress.step})")
+        folder = newest[0]
+        noted = changes(read_config(folder), self.config, read_manifest(folder), self._datasets)
+        progress = save_load.load(folder, self.step.module, self.step.optimizer, self.mesh)
+        self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *noted]))
         return progress
 
     def _delete_run(self) -> None:
@@ -157,12 +187,20 @@ class Pretraining:
     def _sinks(self) -> Sinks:
         if not self.is_reporter:
             return Sinks([])
-        return make_sinks(self.config, self.config.train.output, self.progress.step)
+        try:
+            return make_sinks(self.config, self.config.train.output, self.progress.step)
+        except OSError as error:
+            raise UserError(f"the run's log cannot be written: {error}") from error
 
     def _plot(self) -> None:
         output = self.config.train.output
-        lines = {"unigram entropy of the validation data": self.validation_data.unigram_entropy}
-        plot_losses(output / LOG_NAME, output / "loss.png", lines)
+        source = self.validation_data
+        lines = {} if source is None else {"unigram entropy of the validation data": source.unigram_entropy}
+        try:
+            plot_losses(output / LOG_NAME, output / "loss.png", lines)
+        except (OSError, ValueError) as error:
+            self._say(f"no loss plot: {error}")
+            return
         self._say(f"loss plot: {output / 'loss.png'}")
 
     def _say(self, text: str) -> None:

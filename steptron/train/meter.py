@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from steptron.checkpoint.save_load import Progress
+from steptron.checkpoint.manifest import Progress
 from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import model_spec
 from steptron.parallel.mesh import Mesh

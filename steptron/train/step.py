@@ -24,7 +24,7 @@ from steptron.parallel.finalize import finalize_gradients
 from steptron.parallel.gradient_buffer import DataParallel
 from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh
-from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients, mtp_weights
+from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 
 
 class NonFiniteError(Exception):
@@ -36,8 +36,8 @@ class Losses:
     """Mean losses over a global batch, per token with a target, in nats.
 
     Attributes:
-        lm: main head.
-        mtp: MTP depths that run.
+        lm: main head; NaN without a target in the whole batch.
+        mtp: MTP depths that run; likewise.
         ep: EP-group balance loss, mean over MoE layers (1 at balance); None without MoE layers.
         total: the training objective.
     """
@@ -112,6 +112,9 @@ class TrainStep:
         )
         self.model = DataParallel(self.module, mesh.groups.dp_cp, mesh.groups.expt_dp)
         self.optimizer = build_optimizer(config.optimizer, self.trained_parameters())
+        # With one group the balance loss is constant and has no gradient: it is left out.
+        self._ep_groups = config.balance.ep_groups or config.parallel.expert
+        self._ep_coefficient = config.balance.ep_loss_coefficient if self._ep_groups > 1 else 0.0
         self._moe_index = {layer.index: i for i, layer in enumerate(self.spec.moe_layers)}
         self._forward_backward = get_forward_backward_func()
         self.engine_config.no_sync_func = self.model.no_sync
@@ -172,10 +175,9 @@ class TrainStep:
 
     def _balance_context(self, batch: MicroBatch, num_valid: int, counts: TokenCounts) -> BalanceContext:
         valid = batch.documents_BS.t().flatten() >= 0
-        balance = self.config.balance
         return BalanceContext(
-            num_groups=balance.ep_groups or self.config.parallel.expert,
-            coefficient=balance.ep_loss_coefficient * num_valid / max(counts.valid, 1),
+            num_groups=self._ep_groups,
+            coefficient=self._ep_coefficient * num_valid / max(counts.valid, 1),
             valid_T=None if num_valid == valid.numel() else valid,
             num_valid=num_valid,
         )
@@ -243,10 +245,20 @@ class TrainStep:
         )
 
     def _losses(self, sums: list[float], counts: TokenCounts, ep_loss: float | None) -> Losses:
-        lm, *mtp = [total / max(count, 1) for total, count in zip(sums, counts.targets, strict=True)]
-        weighted = sum(w * loss for w, loss in zip(mtp_weights(self.config.loss, len(mtp)), mtp, strict=True))
-        balance = self.config.balance.ep_loss_coefficient * (ep_loss or 0.0) * len(self._moe_index)
-        return Losses(lm, tuple(mtp), ep_loss, lm + weighted + balance)
+        coefficients = loss_coefficients(self.config.loss, counts)
+        total = sum(c * value for c, value in zip(coefficients, sums, strict=True))
+        total += self._ep_coefficient * (ep_loss or 0.0) * len(self._moe_index)
+        lm, *mtp = [value / count if count else math.nan for value, count in zip(sums, counts.targets, strict=True)]
+        return Losses(lm, tuple(mtp), ep_loss, total)
+
+    @torch.no_grad()
+    def parameters_are_finite(self) -> bool:
+        """Whether every parameter of every rank is finite."""
+        bad = torch.zeros((), device=self.device)
+        for parameter in self.module.parameters():
+            bad += ~parameter.isfinite().all()
+        dist.all_reduce(bad)
+        return not bool(bad)
 
     @torch.no_grad()
     def _update_biases(self, tokens_per_expert_LE: torch.Tensor, rate: float) -> None:

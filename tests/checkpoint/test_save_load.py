@@ -10,8 +10,8 @@ import torch
 
 from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import MANIFEST
+from steptron.checkpoint.manifest import CONFIG, Progress, read_manifest
 from steptron.checkpoint.restore import restore_model
-from steptron.checkpoint.save_load import CONFIG, Progress
 from steptron.config.loader import load as load_config
 from steptron.config.schema import PretrainConfig
 from steptron.errors import UserError
@@ -41,7 +41,7 @@ def train_and_save(rank: int, world_size: int, output: Path, overrides: list[str
     train = TrainStep(config, mesh, torch.device("cpu"))
     for _ in range(2):
         train.run(make_batches()[mesh.data_rank :: mesh.data_size], 1e-2, 1e-3)
-    save_load.save(config, PROGRESS, train.module, train.optimizer, mesh)
+    save_load.save(config, PROGRESS, ["hash"], train.module, train.optimizer, mesh)
     return state_of(train)
 
 
@@ -163,10 +163,10 @@ def test_a_checkpoint_of_another_format_is_refused(pool: WorkerPool, checkpoint:
     folder.mkdir()
     (folder / MANIFEST).write_text(json.dumps({"format_version": 99}))
     with pytest.raises(UserError, match="has checkpoint format 99, this version reads 1"):
-        save_load.read_manifest(folder)
+        read_manifest(folder)
     (folder / MANIFEST).write_text("{")
     with pytest.raises(UserError, match=r"steptron\.json cannot be read"):
-        save_load.read_manifest(folder)
+        read_manifest(folder)
     (folder / MANIFEST).write_bytes((checkpoint / MANIFEST).read_bytes())
     (text,) = pool.run(1, failing_load, folder, [])
     assert f"{folder} cannot be read as a checkpoint" in text

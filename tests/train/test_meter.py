@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steptron.checkpoint.save_load import Progress
+from steptron.checkpoint.manifest import Progress
 from steptron.config.loader import load
 from steptron.model.layer_spec import model_spec
 from steptron.parallel.mesh import build_mesh

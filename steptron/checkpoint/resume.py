@@ -1,0 +1,52 @@
+"""Whether a run can go on from a checkpoint under the configuration it is given now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from steptron.checkpoint.manifest import Manifest
+from steptron.config.schema import PretrainConfig
+from steptron.errors import UserError
+
+_FIXED = ("model.", "optimizer.name", "train.precision")
+_FREE = ("model.init.", "train.output", "train.device", "train.threads", "train.logging.", "parallel.timeout_seconds")
+"""Initial values are used up; the others say where and how a process works, not what it computes."""
+
+
+def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, datasets: list[str]) -> list[str]:
+    """What differs between the checkpoint's configuration and the present one, a line each.
+
+    Args:
+        saved: the checkpoint's configuration.
+        now: the run's.
+        manifest: the checkpoint's manifest.
+        datasets: content hashes of the run's training datasets.
+
+    Raises:
+        UserError: the state in the checkpoint has another meaning under the present configuration: another
+            model, optimizer or precision. The message names each field and both values.
+    """
+    differences = list(_differences(saved.model_dump(mode="json"), now.model_dump(mode="json"), ""))
+    fixed = [text for key, text in differences if key.startswith(_FIXED) and not key.startswith(_FREE)]
+    if fixed:
+        listed = "\n".join(f"  - {text}" for text in fixed)
+        raise UserError(
+            "this run's checkpoint was trained with other settings, under which its state has another meaning:\n"
+            f"{listed}\nset them back, give another train.output, or start over with --fresh"
+        )
+    noted = [text for key, text in differences if not key.startswith(_FREE)]
+    if len(manifest.datasets) == len(datasets):
+        noted += [
+            f"data.train.{number}: the dataset has other content"
+            for number, (before, after) in enumerate(zip(manifest.datasets, datasets, strict=True))
+            if before != after
+        ]
+    return noted
+
+
+def _differences(saved: object, now: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for name in sorted(saved.keys() | now.keys()):
+            yield from _differences(saved.get(name), now.get(name), f"{key}.{name}" if key else str(name))
+    elif saved != now:
+        yield key, f"{key}: {saved} before, {now} now"
