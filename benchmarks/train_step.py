@@ -89,7 +89,7 @@ def steptron_step() -> Callable[[], float]:
         positions_BS=torch.arange(SEQUENCE).expand(BATCH, SEQUENCE),
         documents_BS=torch.zeros(BATCH, SEQUENCE, dtype=torch.int64),
     )
-    return lambda: step.run([batch], LEARNING_RATE, 1e-3).losses.lm
+    return lambda: step.run([batch], LEARNING_RATE, 1e-3).observed.losses.lm
 
 
 def transformers_step(attention: str = "sdpa", experts: str | None = None) -> Callable[[], float]:

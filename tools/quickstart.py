@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from steptron.config.tree import dump_scalar
 from steptron.data.manifest import read_manifest
 from steptron.train.records import ValidationRecord, read_records
 from steptron.train.stop import STOPPED_EXIT_CODE
@@ -209,7 +210,10 @@ class Quickstart:
         """The command of the pre-training; overrides only where it departs from the configuration file."""
         overrides = []
         if self.folder != DEFAULT_FOLDER:
-            overrides += [f"train.output={self.run}", f"data.train.0.path={self.data}"]
+            overrides += [
+                f"{key}={dump_scalar(str(path))}"
+                for key, path in (("train.output", self.run), ("data.train.0.path", self.data))
+            ]
         if steps is not None:
             overrides.append(f"train.steps={steps}")
         if steps is not None and steps < SHORT_RUN_STEPS:
@@ -381,6 +385,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def from_repository(text: str) -> Path:
     """A path as the commands take it, which run in the repository's folder."""
     path = Path(text).resolve()
+    if os.path.exists(path) and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
+    if not text.isprintable():  # configuration files and records are UTF-8 text
+        raise argparse.ArgumentTypeError(f"{text!r} holds characters that cannot be shown")
     return path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
 
 
@@ -403,7 +411,7 @@ def main() -> int:
     quickstart = Quickstart(options.folder, options.nproc, options.steps)
     try:
         run_steps(quickstart.list_steps(), quickstart.folder, run_command)
-    except StepFailedError as error:
+    except (StepFailedError, OSError) as error:
         print(f"\nquickstart: {error}", file=sys.stderr)
         return 1
     except (InterruptedStepError, KeyboardInterrupt):

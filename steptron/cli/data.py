@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from steptron.data.limits import LARGEST_VOCABULARY, SMALLEST_TOKENIZER_SAMPLE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -31,7 +33,12 @@ _Glob = Annotated[
     str | None, typer.Option("--glob", help="read these files of a folder instead of the known extensions")
 ]
 _TextField = Annotated[str, typer.Option(help="field (JSONL) or column (Parquet) of the text")]
-_TokenizerBytes = Annotated[int, typer.Option(help="text that trains the tokenizer, bytes; a larger corpus is sampled")]
+_TokenizerBytes = Annotated[
+    int,
+    typer.Option(
+        min=SMALLEST_TOKENIZER_SAMPLE, help="text that trains the tokenizer, bytes; a larger corpus is sampled"
+    ),
+]
 
 
 @app.command()
@@ -42,7 +49,10 @@ def build(
         Path | None, typer.Option(help="tokenizer.json, or a Hugging Face or dataset folder that holds one")
     ] = None,
     train_tokenizer: Annotated[
-        int | None, typer.Option(metavar="VOCAB_SIZE", help="train a byte-level BPE tokenizer of this size instead")
+        int | None,
+        typer.Option(
+            metavar="VOCAB_SIZE", max=LARGEST_VOCABULARY, help="train a byte-level BPE tokenizer of this size instead"
+        ),
     ] = None,
     eod_token: Annotated[
         str | None, typer.Option(help="token of a loaded tokenizer that ends documents, if not its eos_token")
@@ -79,7 +89,7 @@ def build(
         force=force,
     )
     console = _console()
-    with _errors_reported(), _terminated_like_interrupted():
+    with _system_errors_named(output), _terminated_like_interrupted():
         try:
             with _progress_bar(console) as report:
                 result = build_dataset(options, report)
@@ -87,6 +97,8 @@ def build(
             _print_bad_input(console, error.bad)
             raise
     _print_build(console, output, result)
+    if train_tokenizer is not None:
+        _print_missing_tokens(console, result.manifest.vocabulary_size, train_tokenizer)
 
 
 @app.command()
@@ -109,7 +121,7 @@ def inspect(
     from steptron.data.manifest import read_manifest
 
     console = _console()
-    with _errors_reported():
+    with _system_errors_named(folder):
         if split not in SPLITS:
             raise DataError(f"--split {split}: must be one of {', '.join(SPLITS)}")
         if (sample is None) != (sequence_length is None):
@@ -134,9 +146,10 @@ def stdlib_corpus(
     minimum_bytes: Annotated[int, typer.Option(help="below this, sources of installed packages are added")] = 5_000_000,
 ) -> None:
     """Writes the sources of this Python's standard library, without tests, as a corpus."""
+    from steptron.data.readers import recorded_name
     from steptron.data.stdlib_corpus import collect
 
-    with _errors_reported():
+    with _system_errors_named(output):
         report = collect(output, minimum_bytes)
     added = (
         f", of which {report.package_documents:,} files ({report.package_bytes / 1e6:.1f} MB) from installed packages"
@@ -144,7 +157,7 @@ def stdlib_corpus(
         else ""
     )
     _console().print(
-        f"{report.path}: {report.documents:,} files, {report.bytes / 1e6:.1f} MB of Python source{added}"
+        f"{recorded_name(report.path)}: {report.documents:,} files, {report.bytes / 1e6:.1f} MB of Python source{added}"
         f" ({report.skipped} empty or undecodable files left out)",
         soft_wrap=True,
         highlight=False,
@@ -154,7 +167,10 @@ def stdlib_corpus(
 @tokenizer_app.command(name="train")
 def train_tokenizer_command(
     inputs: _Inputs,
-    vocab_size: Annotated[int, typer.Option(help="tokens of the vocabulary, special tokens and bytes included")],
+    vocab_size: Annotated[
+        int,
+        typer.Option(max=LARGEST_VOCABULARY, help="tokens of the vocabulary, special tokens and bytes included"),
+    ],
     output: Annotated[Path, typer.Option(help="tokenizer.json to write")],
     text_field: _TextField = "text",
     glob: _Glob = None,
@@ -164,45 +180,51 @@ def train_tokenizer_command(
     """Trains a byte-level BPE tokenizer; <|endoftext|> is id 0."""
     from steptron.data.build import train_tokenizer_on
     from steptron.data.errors import DataError
-    from steptron.data.readers import Fields, find_files
+    from steptron.data.readers import Fields, find_files, recorded_name
+    from steptron.data.staging import staging_file
 
     console = _console()
-    with _errors_reported():
+    with _system_errors_named(output):
         if output.exists() and (output.is_dir() or not force):
             raise DataError(f"{output}: exists; name another file{'' if output.is_dir() else ', or use --force'}")
         files, _ = find_files(inputs, glob)
-        with _progress_bar(console) as report:
-            trained, bad = train_tokenizer_on(files, Fields(text=text_field), vocab_size, tokenizer_bytes, report)
-        for document in bad[:10]:
-            place = document.file if document.line is None else f"{document.file}:{document.line}"
-            typer.echo(f"{place}: {document.kind}: {document.message}", err=True)
-        if bad:
-            typer.echo(f"{len(bad):,} bad documents were passed over", err=True)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-        partial.write_bytes(trained.file_bytes)
-        os.replace(partial, output)
-    console.print(f"{output}: {trained.vocab_size:,} tokens", soft_wrap=True, highlight=False)
-    if trained.vocab_size < vocab_size:
-        console.print(f"The text offers no more than {trained.vocab_size:,} tokens; {vocab_size:,} were asked for.")
+        with staging_file(output) as partial:
+            with _progress_bar(console) as report:
+                training = train_tokenizer_on(files, Fields(text=text_field), vocab_size, tokenizer_bytes, report)
+            for document in training.bad[:10]:
+                place = document.file if document.line is None else f"{document.file}:{document.line}"
+                typer.echo(f"{place}: {document.kind}: {document.message}", err=True)
+            if training.bad:
+                typer.echo(f"{len(training.bad):,} bad documents were passed over", err=True)
+            if training.documents == 0:
+                raise DataError("there is no document to train on")
+            partial.write_bytes(training.tokenizer.file_bytes)
+    size = training.tokenizer.vocab_size
+    console.print(f"{recorded_name(output)}: {size:,} tokens", soft_wrap=True, highlight=False)
+    _print_missing_tokens(console, size, vocab_size)
 
 
 def _console() -> Console:
     from rich.console import Console
 
-    return Console()
+    return Console(markup=False, emoji=False)  # paths and text are shown as they are
 
 
 @contextlib.contextmanager
-def _errors_reported() -> Iterator[None]:
-    """Turns a DataError into a message and exit code 1."""
+def _system_errors_named(path: Path) -> Iterator[None]:
+    """Turns an error of the operating system into a DataError of one line.
+
+    Args:
+        path: named where the error names no file, as that of a full disk.
+    """
     from steptron.data.errors import DataError
 
     try:
         yield
-    except DataError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+    except (FileExistsError, NotADirectoryError) as error:
+        raise DataError(f"{error.filename or path}: not a folder; name another place") from error
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
@@ -270,26 +292,38 @@ def _print_bad_input(console: Console, bad: BadInputLog) -> None:
             console.print(Text(f"  ... and {count - len(bad.examples[kind]):,} more"))
 
 
+def _print_missing_tokens(console: Console, size: int, asked: int) -> None:
+    if size < asked:
+        console.print(f"The text offers no more than {size:,} tokens; {asked:,} were asked for.")
+
+
 def _print_build(console: Console, output: Path, result: BuildResult) -> None:
+    from steptron.data.readers import recorded_name
+
     if result.bad.total:
         _print_bad_input(console, result.bad)
         console.print(
-            f"{result.bad.total:,} bad documents were left out; all of them: {result.bad.path}", soft_wrap=True
+            f"{result.bad.total:,} bad documents were left out; all of them: {recorded_name(result.bad.path)}",
+            soft_wrap=True,
         )
     if result.files_left_out:
         console.print(f"{result.files_left_out:,} files of other kinds were not read; --glob names what to read.")
+    _print_manifest(console, output, result.manifest)
     if result.manifest.validation.documents == 0 and result.manifest.validation_fraction > 0:
         console.print(
-            "No document fell into the validation split: the corpus has few documents; raise --validation-fraction."
+            "Note: the validation split is empty, and training on this dataset will run without validation: of so few "
+            "documents, none fell into it. To get one, raise --validation-fraction or add documents.",
+            soft_wrap=True,
         )
-    _print_manifest(console, output, result.manifest)
 
 
 def _print_manifest(console: Console, folder: Path, manifest: Manifest) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(str(folder), style="bold"), soft_wrap=True)
+    from steptron.data.readers import recorded_name
+
+    console.print(Text(recorded_name(folder), style="bold"), soft_wrap=True)
     splits = Table()
     splits.add_column("")
     splits.add_column("train", justify="right")

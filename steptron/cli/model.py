@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,7 +75,7 @@ def show(
 
 def _load(file: Path, overrides: list[str]) -> tuple[PretrainConfig, bool]:
     """Loads a model file or a whole configuration; whether the sequence length is assumed, too."""
-    if not file.is_file():
+    if not os.path.isfile(file):  # Path.is_file raises for some names, such as too long ones
         raise UserError(f"{file}: there is no such file")
     with tempfile.TemporaryDirectory() as folder:
         assumed, wrapper = Path(folder, "assumed.yaml"), Path(folder, "wrapper.yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from steptron.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PretrainConfig,
+    Section,
     TrainConfig,
 )
 from steptron.errors import ConfigError
@@ -80,6 +82,9 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def _attention(model: ModelConfig) -> Iterator[str]:
+    if re.search(r"\d{5}", model.layout):
+        yield f"model.layout: layout {model.layout!r} has a count above 9999"
+        return
     try:
         _, options = parse_layout(model.layout)
     except ValueError as error:
@@ -185,8 +190,15 @@ def _balance(config: PretrainConfig) -> Iterator[str]:
     balance, model = config.balance, config.model
     groups, bias = balance.ep_groups, balance.bias
     if not _has_experts(model):
-        for name, asked in (("ep_groups", groups is not None), ("freeze_router", balance.freeze_router)):
-            if asked:
+        asked = {
+            "ep_groups": groups is not None,
+            "freeze_router": balance.freeze_router,
+            "ep_loss_coefficient": _asked(balance, "ep_loss_coefficient"),
+            "bias.rate": _asked(bias, "rate"),
+            "bias.decay_steps": bias.decay_steps is not None,
+        }
+        for name in asked:
+            if asked[name]:
                 yield (
                     f"balance.{name} is set, but the model has no MoE layer (model.num_dense_layers is "
                     f"{model.num_dense_layers} of {model.num_layers}): leave it out"
@@ -196,10 +208,13 @@ def _balance(config: PretrainConfig) -> Iterator[str]:
             f"balance.ep_groups ({groups}) must divide model.moe.num_experts ({model.moe.num_experts}): "
             f"it can be {_divisors(model.moe.num_experts)}"
         )
-    elif groups == 1 and balance.ep_loss_coefficient > 0:
+    elif (groups or config.parallel.expert) == 1 and (
+        _asked(balance, "ep_loss_coefficient") or (groups and balance.ep_loss_coefficient > 0)
+    ):
         yield (
-            "balance.ep_groups is 1, for which the balance loss is constant, but balance.ep_loss_coefficient is "
-            f"{balance.ep_loss_coefficient}: take more groups ({_divisors(model.moe.num_experts)}) or the coefficient 0"
+            f"balance.ep_loss_coefficient is {balance.ep_loss_coefficient}, but the balance loss of a single group is "
+            f"constant (balance.ep_groups is {_or_unset(groups)} and parallel.expert {config.parallel.expert}): take "
+            f"more groups (balance.ep_groups can be {_divisors(model.moe.num_experts)}) or the coefficient 0"
         )
     if (bias.decay_start_step is None) != (bias.decay_steps is None):
         yield (
@@ -218,6 +233,11 @@ def _balance(config: PretrainConfig) -> Iterator[str]:
             f"balance.freeze_router keeps the router as it is, but balance.ep_loss_coefficient is "
             f"{balance.ep_loss_coefficient}, which would push the hidden states instead: set it to 0 or leave it out"
         )
+
+
+def _asked(section: Section, weight: str) -> bool:
+    """Whether a weight is above 0 and not the default, which must be good for models that have no use for it."""
+    return bool(getattr(section, weight) not in (0, type(section).model_fields[weight].default))
 
 
 def _or_unset(value: int | None) -> str:
@@ -368,7 +388,11 @@ def _installed(package: str) -> bool:
 
 
 def _output(output: Path) -> Iterator[str]:
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    try:
+        existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    except OSError as error:
+        yield f"train.output ({output}) cannot be used: {error.strerror}"
+        return
     if not existing.is_dir():
         yield f"train.output ({output}) cannot be a folder: {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
@@ -378,8 +402,8 @@ def _output(output: Path) -> Iterator[str]:
 def _data_folders(config: PretrainConfig) -> Iterator[str]:
     for split in ("train", "validation"):
         for index, dataset in enumerate(getattr(config.data, split)):
-            if not dataset.path.is_dir():
-                what = "is not a folder" if dataset.path.exists() else "does not exist"
+            if not os.path.isdir(dataset.path):  # Path.is_dir raises for some names, such as too long ones
+                what = "is not a folder" if os.path.exists(dataset.path) else "does not exist"
                 yield (
                     f"data.{split}.{index}.path ({dataset.path}) {what}: write it with `steptron data build` "
                     "(the path is relative to the current working directory)"

@@ -11,6 +11,7 @@ An override is ``dotted.key=value`` with the value in YAML; list items are named
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from steptron.config.problems import describe, dotted
-from steptron.config.schema import PretrainConfig
-from steptron.config.tree import Key, Node, Source, children, merge, parse
+from steptron.config.schema import PretrainConfig, names_file
+from steptron.config.tree import DEEPEST, Key, Node, Source, children, merge, parse
 from steptron.errors import ConfigError
 
 
@@ -70,9 +71,18 @@ class _Reader:
 
     file_problems: list[str] = field(default_factory=list)
     override_problems: list[str] = field(default_factory=list)
+    _composed: dict[Path, Node] = field(default_factory=dict)
 
     def compose(self, file: Path, chain: tuple[Path, ...]) -> Node:
         """The tree of a file over its bases. ``chain``: the files that led here, outermost first."""
+        # Each file once: bases that share bases would otherwise be read in every combination. (A link to a
+        # file elsewhere is another file: its bases are relative to the link.)
+        key = _real(file.parent) / file.name
+        if key not in self._composed:
+            self._composed[key] = self._compose(file, chain)
+        return self._composed[key]
+
+    def _compose(self, file: Path, chain: tuple[Path, ...]) -> Node:
         own = self._read(file)
         if not isinstance(own.value, dict):
             return own
@@ -81,9 +91,9 @@ class _Reader:
         for base in self._bases(values.pop("base", None)):
             path = file.parent / str(base.value)
             chain_text = " -> ".join(map(_shown_path, (*chain, file, path)))
-            if any(_same(path, other) for other in (*chain, file)):
+            if any(_real(path) == _real(other) for other in (*chain, file)):
                 self.file_problems.append(f"{base.source}: the file builds on itself: {chain_text}")
-            elif not path.is_file():
+            elif not os.path.isfile(path):  # Path.is_file raises for some names, such as too long ones
                 self.file_problems.append(f"{base.source}: base {_shown_path(path)} does not exist ({chain_text})")
             else:
                 tree = merge(tree, self.compose(path, (*chain, file)))
@@ -115,18 +125,23 @@ class _Reader:
             return []
         bases = node.value if isinstance(node.value, list) else [node]
         for base in bases:
-            if not isinstance(base.value, str) or not base.value:
+            if not _is_path(base):
                 self.file_problems.append(f"{base.source}: base: takes a path or a list of paths")
-        return [base for base in bases if isinstance(base.value, str) and base.value]
+        return [base for base in bases if _is_path(base)]
 
 
-def _same(first: Path, second: Path) -> bool:
-    return first.resolve() == second.resolve()
+def _is_path(node: Node) -> bool:
+    return isinstance(node.value, str) and names_file(node.value)
+
+
+def _real(path: Path) -> Path:
+    """The path without links; Path.resolve raises where they go in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def _shown_path(path: Path) -> str:
     """Relative to the working directory when inside it."""
-    resolved, here = path.resolve(), Path.cwd()
+    resolved, here = _real(path), Path.cwd()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(resolved)
 
 
@@ -143,6 +158,8 @@ def _override(tree: Node, text: str) -> Node:
     path = tuple(name.strip().split("."))
     if not equals or not all(path):
         raise _BadOverride(f"override {text}: expected dotted.key=value, for example train.steps=100")
+    if len(path) > DEEPEST:
+        raise _BadOverride(f"override {text}: the key is more than {DEEPEST} levels deep")
     value, problems = parse(value_text, lambda line: source)
     if problems:
         raise _BadOverride("; ".join(problems))
@@ -155,12 +172,12 @@ def _assign(node: Node, path: tuple[str, ...], value: Node, source: Source, abov
         return value
     head, rest = path[0], path[1:]
     if isinstance(node.value, list):
-        if not head.isdecimal() or int(head) >= len(node.value):
+        index = _key(head)
+        if not isinstance(index, int) or index >= len(node.value):
             raise _BadOverride(
                 f"{source.detail}: {dotted(above)} is a list of {len(node.value)} [{node.source.detail}]; "
                 f"{head!r} is not one of its indices (from 0)"
             )
-        index = int(head)
         item = _assign(node.value[index], rest, value, source, (*above, index))
         return Node([*node.value[:index], item, *node.value[index + 1 :]], node.source)
     if node.value is not None and not isinstance(node.value, dict):
@@ -169,10 +186,14 @@ def _assign(node: Node, path: tuple[str, ...], value: Node, source: Source, abov
             f"it has no key {head!r}"
         )
     values = node.value or {}
-    # Fields never look like numbers, so a number is a key of a mapping such as clamp.routed.
-    key: Key = int(head) if head.isdecimal() else head
+    key = _key(head)
     child = values.get(key, Node(None, source))
     return Node({**values, key: _assign(child, rest, value, source, (*above, key))}, node.source)
+
+
+def _key(step: str) -> Key:
+    """Fields never look like numbers, so a number is an index, or a key of a mapping such as clamp.routed."""
+    return int(step) if step.isdecimal() and len(step) < 19 else step
 
 
 # ---------------------------------------------------------------------------------------- sources

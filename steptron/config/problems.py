@@ -21,7 +21,7 @@ _NAMES: dict[object, str] = {
     int: "a whole number",
     float: "a finite number",
     str: "text",
-    Path: "a path",
+    Path: "a non-empty path that a file can have",
     types.NoneType: "null",
 }
 
@@ -41,13 +41,13 @@ def describe(error: ValidationError, schema: type[Section], tree: Node) -> list[
     """
     lines = []
     for item in error.errors():
-        path = tuple(step for step in item["loc"] if step != "[key]")
+        path = item["loc"]
         if item["type"] in ("extra_forbidden", "invalid_key"):
             lines.append(_unknown_key(path, schema, tree))
         elif item["type"] == "missing":
             lines.append(_missing(path, schema, tree))
-        elif path != item["loc"]:
-            lines.append(_wrong_key(path, schema, tree))
+        elif path[-1] == "[key]":
+            lines.append(_wrong_key(path[:-1], schema, tree))
         else:
             lines.append(_wrong_value(path, item["input"], schema, tree))
     return lines

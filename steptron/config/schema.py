@@ -8,16 +8,37 @@ here, what needs several sections (or the number of processes) is checked in
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
+# Sizes of tensors and lengths of runs; the product of two fits into 64 bits.
+Size = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
+# float32 makes 0 of much smaller numbers, and 0/0 of what they should keep finite.
+Epsilon = Annotated[float, Field(ge=1e-30)]
+
+
+def names_file(text: str) -> bool:
+    """Whether text can be the path of a file or folder: not empty, no NUL, no character without an encoding."""
+    try:
+        return b"\0" not in os.fsencode(text) and text != ""
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_path(value: object) -> object:
+    if isinstance(value, str) and not names_file(value):
+        raise ValueError("not the name of a file")
+    return value
+
+
 # Text from YAML becomes a path; every other type must be given as it is (see Section).
-FilePath = Annotated[Path, Field(strict=False)]
+FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 
 
 class Section(BaseModel):
@@ -43,7 +64,7 @@ class RopeScalingConfig(Section):
     high_freq_factor: PositiveFloat = Field(
         32.0, description="periods per original length above which a frequency is kept"
     )
-    original_length: PositiveInt = Field(description="context length before scaling, tokens")
+    original_length: Size = Field(description="context length before scaling, tokens")
 
 
 class RopeConfig(Section):
@@ -59,24 +80,24 @@ class RopeConfig(Section):
 class AttentionConfig(Section):
     """Shape of one attention kind (full or sliding)."""
 
-    num_heads: PositiveInt = Field(description="query heads")
-    num_kv_groups: PositiveInt = Field(description="key-value heads")
+    num_heads: Size = Field(description="query heads")
+    num_kv_groups: Size = Field(description="key-value heads")
     rope: RopeConfig = Field(description="rotary position embedding")
 
 
 class SlidingAttentionConfig(AttentionConfig):
     """Sliding-window attention."""
 
-    window: PositiveInt = Field(description="visible keys, the token itself included")
+    window: Size = Field(description="visible keys, the token itself included")
 
 
 class MoeConfig(Section):
     """Mixture-of-experts feed-forward layers."""
 
-    num_experts: PositiveInt = Field(description="routed experts per layer")
-    top_k: PositiveInt = Field(description="experts selected per token")
-    expert_hidden_size: PositiveInt = Field(description="width of one routed expert")
-    shared_hidden_size: PositiveInt = Field(description="width of the shared expert")
+    num_experts: PositiveInt = Field(le=1_000_000, description="routed experts per layer")
+    top_k: Size = Field(description="experts selected per token")
+    expert_hidden_size: Size = Field(description="width of one routed expert")
+    shared_hidden_size: Size = Field(description="width of the shared expert")
     scaling_factor: PositiveFloat = Field(3.0, description="factor on the renormalised routing weights")
 
 
@@ -95,7 +116,7 @@ class ClampConfig(Section):
 class MtpConfig(Section):
     """Multi-token-prediction depths."""
 
-    depths: NonNegativeInt = Field(0, description="number of MTP modules")
+    depths: NonNegativeInt = Field(0, le=100, description="number of MTP modules")
     chain: Literal["pre_norm", "post_norm"] = Field(
         "pre_norm", description="hidden state handed to a depth: before or after the final norm"
     )
@@ -121,22 +142,22 @@ class InitConfig(Section):
 class ModelConfig(Section):
     """The architecture."""
 
-    vocab_size: PositiveInt = Field(description="rows of the embedding and of the output matrices")
-    hidden_size: PositiveInt = Field(description="width of the residual stream")
-    num_layers: PositiveInt = Field(description="decoder layers, without MTP")
+    vocab_size: Size = Field(description="rows of the embedding and of the output matrices")
+    hidden_size: Size = Field(description="width of the residual stream")
+    num_layers: PositiveInt = Field(le=10_000, description="decoder layers, without MTP")
     num_dense_layers: NonNegativeInt = Field(description="leading layers with a dense feed-forward; the others are MoE")
     layout: str = Field(
         "S3F1+heads+gate",
         description="attention layout: FFFF, S1F1 or S3F1 after one leading full layer, then +heads, +gate, +sink",
     )
-    head_dim: PositiveInt = Field(description="dimensions of one attention head")
-    dense_hidden_size: PositiveInt = Field(description="width of the dense feed-forward layers and of the MTP depths")
+    head_dim: Size = Field(description="dimensions of one attention head")
+    dense_hidden_size: Size = Field(description="width of the dense feed-forward layers and of the MTP depths")
     full: AttentionConfig = Field(description="full attention layers")
     sliding: SlidingAttentionConfig = Field(description="sliding-window attention layers")
     moe: MoeConfig = Field(description="mixture-of-experts layers")
     clamp: ClampConfig = Field(default_factory=ClampConfig, description="activation clipping")
     mtp: MtpConfig = Field(default_factory=MtpConfig, description="multi-token prediction")
-    norm_eps: PositiveFloat = Field(1e-5, description="epsilon of every RMSNorm")
+    norm_eps: Epsilon = Field(1e-5, description="epsilon of every RMSNorm")
     init: InitConfig = Field(default_factory=InitConfig, description="initial values")
 
 
@@ -157,11 +178,14 @@ class BalanceConfig(Section):
     """Expert balance."""
 
     ep_loss_coefficient: NonNegativeFloat = Field(
-        1e-3, description="weight of the EP-group balance loss; 0 turns it off"
+        1e-3,
+        description="weight of the EP-group balance loss; 0 turns it off, and so does a single group, for which "
+        "the loss is constant",
     )
     ep_groups: PositiveInt | None = Field(
         None,
-        description="groups G of the balance loss, which is constant for 1; the expert-parallel size when unset",
+        description="groups G of the balance loss; the expert-parallel size (`parallel.expert`) when unset, "
+        "and with 1 the loss, then constant, is left out",
     )
     bias: BiasScheduleConfig = Field(default_factory=BiasScheduleConfig, description="selection-bias update")
     freeze_router: bool = Field(
@@ -204,7 +228,9 @@ class ParallelConfig(Section):
     context: PositiveInt = Field(1, description="context-parallel ranks")
     virtual_pipeline: PositiveInt = Field(1, description="model chunks per pipeline rank")
     dispatcher: Literal["alltoall", "allgather"] = Field("alltoall", description="how tokens travel to their experts")
-    timeout_seconds: PositiveInt = Field(600, description="longest wait for other processes, seconds")
+    timeout_seconds: PositiveInt = Field(
+        600, le=604_800, description="longest wait for other processes, seconds; at most a week"
+    )
 
 
 # ---------------------------------------------------------------------------------------- data
@@ -224,7 +250,7 @@ class DataConfig(Section):
     validation: list[DatasetConfig] = Field(
         default_factory=list, description="datasets to validate on; the validation split of `train` when empty"
     )
-    sequence_length: PositiveInt = Field(description="tokens per sequence")
+    sequence_length: Size = Field(description="tokens per sequence")
     document_attention: Literal["isolated", "crossing"] = Field(
         "isolated", description="whether attention stops at document borders and positions restart there"
     )
@@ -237,7 +263,7 @@ class DataConfig(Section):
 class ScheduleSegmentConfig(Section):
     """One segment of a staged learning-rate schedule."""
 
-    steps: PositiveInt = Field(description="length, optimizer steps")
+    steps: Size = Field(description="length, optimizer steps")
     kind: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape of the segment")
     end_lr: NonNegativeFloat = Field(description="learning rate at the end of the segment")
 
@@ -262,7 +288,7 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = Field(description="peak learning rate")
     beta1: DecayRate = Field(0.9, description="AdamW's decay of the first moment")
     beta2: DecayRate = Field(0.95, description="AdamW's decay of the second moment")
-    eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon of the denominator")
+    eps: Epsilon = Field(1e-8, description="AdamW's epsilon of the denominator")
     weight_decay: NonNegativeFloat = Field(0.1, description="decoupled weight decay")
     decay_norms: bool = Field(
         True, description="apply weight decay to zero-centred norm weights too, as the report's trainer does"
@@ -274,8 +300,8 @@ class OptimizerConfig(Section):
 class BatchRampConfig(Section):
     """Batch size ramp: from `start` in equal increments over `sequences` consumed sequences."""
 
-    start: PositiveInt = Field(description="first global batch size, sequences")
-    increment: PositiveInt = Field(description="sequences added at each step of the ramp")
+    start: Size = Field(description="first global batch size, sequences")
+    increment: Size = Field(description="sequences added at each step of the ramp")
     sequences: PositiveInt = Field(description="consumed sequences over which the ramp goes")
 
 
@@ -305,9 +331,9 @@ class TrainConfig(Section):
     """The training loop."""
 
     output: FilePath = Field(description="folder of the run: checkpoints, logs, plots")
-    steps: PositiveInt = Field(description="optimizer steps")
-    global_batch_size: PositiveInt = Field(description="sequences per optimizer step, over all ranks")
-    micro_batch_size: PositiveInt = Field(description="sequences per forward pass of one rank")
+    steps: Size = Field(description="optimizer steps")
+    global_batch_size: Size = Field(description="sequences per optimizer step, over all ranks")
+    micro_batch_size: Size = Field(description="sequences per forward pass of one rank")
     batch_ramp: BatchRampConfig | None = Field(None, description="batch-size ramp; none by default")
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="dtype of parameters and residual; bf16 keeps fp32 master weights"
@@ -315,7 +341,9 @@ class TrainConfig(Section):
     seed: NonNegativeInt = Field(1234, description="seed of the initial values")
     deterministic: bool = Field(False, description="use only deterministic operations")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto takes CUDA where there is one")
-    threads: PositiveInt | None = Field(None, description="CPU threads per process; the cores shared evenly when unset")
+    threads: Annotated[int, Field(gt=0, le=4096)] | None = Field(
+        None, description="CPU threads per process; the cores shared evenly when unset"
+    )
     peak_tflops: PositiveFloat | None = Field(
         None, description="peak of one device in TFLOP/s, for MFU; known GPUs are looked up"
     )

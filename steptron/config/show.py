@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from steptron.config.loader import Loaded
 from steptron.config.problems import dotted
 from steptron.config.schema import PretrainConfig
-from steptron.config.tree import Key, children, dump_scalar
+from steptron.config.tree import Key, children, dump, dump_scalar
 
 _WIDEST_ALIGNED = 60
 
@@ -34,7 +32,7 @@ def render_json(loaded: Loaded) -> str:
 
 def to_yaml(config: PretrainConfig) -> str:
     """The resolved configuration as YAML without sources; loading it gives the same configuration."""
-    return yaml.safe_dump(_without_paths(config.model_dump()), sort_keys=False)
+    return dump(_without_paths(config.model_dump()))
 
 
 def _without_paths(value: object) -> object:

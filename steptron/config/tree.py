@@ -1,7 +1,8 @@
 """YAML as a tree that remembers where each value came from.
 
 Scalars follow YAML 1.2's core schema, not PyYAML's YAML 1.1: ``1e-3`` is a number, ``no`` and ``on``
-are text, ``010`` is ten. Keys given twice, tags (other than ``!replace``) and merge keys are refused.
+are text, ``010`` is ten. Keys given twice, tags (other than ``!replace``) and merge keys are refused, and so
+is what no configuration needs: numbers beyond 64 bits, too many values and too deep nesting.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -18,6 +19,9 @@ Scalar = str | int | float | bool | None
 
 _TAG = "tag:yaml.org,2002:"
 _REPLACE = "!replace"
+# An alias stands for everything in its anchor, so that a few lines can hold more values than any memory.
+MOST_VALUES = 100_000
+DEEPEST = 64
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*|0x[0-9a-fA-F]+")
@@ -25,6 +29,14 @@ _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
+
+
+def _int(text: str) -> int:
+    # By length first: Python refuses to convert very long numbers.
+    value = (int(text, 16) if text.startswith("0x") else int(text)) if len(text) <= 100 else 2**63
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("whole numbers must be from -2^63 to 2^63 - 1")
+    return value
 
 
 def _float(text: str) -> float:
@@ -35,13 +47,37 @@ def _float(text: str) -> float:
 _SCALARS: tuple[tuple[str, re.Pattern[str], Callable[[str], Scalar]], ...] = (
     (f"{_TAG}null", _NULL, lambda text: None),
     (f"{_TAG}bool", _BOOL, lambda text: text.lower() == "true"),
-    (f"{_TAG}int", _INT, lambda text: int(text, 16) if text.startswith("0x") else int(text)),
+    (f"{_TAG}int", _INT, _int),
     (f"{_TAG}float", _FLOAT, _float),
 )
 
 
+class _TooLargeError(yaml.MarkedYAMLError):
+    """Beyond what a configuration may hold."""
+
+
+def _check_depth(depth: int, mark: yaml.Mark) -> None:
+    if depth > DEEPEST:
+        raise _TooLargeError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=mark)
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads scalars by the patterns above alone."""
+    """Reads scalars by the patterns above alone, and says where it is when Python itself refuses a text."""
+
+    _depth = 0
+
+    def get_single_node(self) -> yaml.Node | None:
+        try:
+            return super().get_single_node()
+        except (ValueError, OverflowError) as error:  # such as the escape \UFFFFFFFF, which is no character
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=self.get_mark()) from error
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        _check_depth(self._depth, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -133,18 +169,22 @@ def parse(text: str, source_at: Callable[[int], Source]) -> tuple[Node, list[str
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
+        problems: list[str] = []
+        node = Node(None, source_at(1)) if root is None else _Converter(source_at, problems).convert(root, 1)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         what = " ".join(part for part in (error.context, error.problem) if part)
-        return Node({}, source_at(1)), [f"{source_at(line).detail}: not valid YAML: {what} (column {column})"]
+        kind = "too large" if isinstance(error, _TooLargeError) else "not valid YAML"
+        return Node({}, source_at(1)), [f"{source_at(line).detail}: {kind}: {what} (column {column})"]
     except yaml.YAMLError as error:
         return Node({}, source_at(1)), [f"{source_at(1).detail}: not valid YAML: {str(error).splitlines()[0]}"]
-    if root is None:
-        return Node(None, source_at(1)), []
-    problems: list[str] = []
-    node = _Converter(source_at, problems).convert(root, 1)
     return node, problems
+
+
+def dump(value: object) -> str:
+    """A tree of plain values as YAML that `parse` reads back."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False))
 
 
 def dump_scalar(value: Scalar | list[object] | dict[object, object]) -> str:
@@ -171,14 +211,20 @@ class _Converter:
         self._source_at = source_at
         self._problems = problems
         self._open: list[yaml.Node] = []
+        self._count = 0
 
     def convert(self, node: yaml.Node, line: int) -> Node:
         """``line`` is the line of the key or list item that holds the node."""
         source = self._source_at(line)
+        self._count += 1
+        if self._count > MOST_VALUES:
+            what = f"more than {MOST_VALUES:,} values (an alias counts as all that it stands for)"
+            raise _TooLargeError(problem=what, problem_mark=node.start_mark)
         if any(node is ancestor for ancestor in self._open):
             self._problem(line, "an alias refers to a mapping or list that contains it")
             return Node(None, source)
         self._open.append(node)
+        _check_depth(len(self._open), node.start_mark)
         try:
             if isinstance(node, yaml.MappingNode):
                 replace = node.tag == _REPLACE
@@ -215,7 +261,11 @@ class _Converter:
     def _scalar(self, node: yaml.Node) -> Scalar:
         for tag, pattern, read in _SCALARS:
             if node.tag == tag and pattern.fullmatch(node.value):
-                return read(node.value)
+                try:
+                    return read(node.value)
+                except ValueError as error:
+                    self._problem(node.start_mark.line + 1, str(error))
+                    return None
         if node.tag != f"{_TAG}str":
             self._refuse_tag(node)
         return str(node.value)

@@ -18,8 +18,9 @@ import numpy as np
 from steptron.data.encoding import EncodedBatch, Encoder, parse
 from steptron.data.errors import DataError
 from steptron.data.indexed import IndexedWriter, WrittenFile, smallest_dtype
+from steptron.data.limits import LARGEST_VOCABULARY, SMALLEST_TOKENIZER_SAMPLE
 from steptron.data.manifest import FileRecord, Manifest, SourceRecord, SplitRecord
-from steptron.data.readers import BadDocument, Fields, InputFile, RawDocument, find_files, read_file
+from steptron.data.readers import BadDocument, Fields, InputFile, RawDocument, find_files, read_file, recorded_name
 from steptron.data.staging import check_replaceable, publish, staging_folder
 from steptron.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer, train_tokenizer
 from steptron.data.workers import Batch, encode_in_order
@@ -117,8 +118,17 @@ class BuildResult:
     files_left_out: int
 
 
+@dataclass(frozen=True)
+class TokenizerTraining:
+    """A new tokenizer, the number of documents that trained it, and the documents that could not be read."""
+
+    tokenizer: Tokenizer
+    documents: int
+    bad: list[BadDocument]
+
+
 class TooManyBadDocuments(DataError):
-    """The share of bad documents is past the limit.
+    """The share of bad documents is past the limit, or there is no other.
 
     Attributes:
         bad: counts and examples; ``bad.path`` is the full report.
@@ -135,14 +145,16 @@ def build_dataset(options: BuildOptions, report: Callable[[Progress], None] = la
     The files depend on the options and the inputs' content only, not on ``workers`` or time.
 
     Raises:
-        TooManyBadDocuments: past ``max_bad_fraction``; only the report of bad input is left.
+        TooManyBadDocuments: past ``max_bad_fraction``, or all; only the report of bad input is left.
         DataError: a wrong option, unusable inputs or tokenizer; nothing is left.
+        OSError: the folder cannot be written; nothing is left.
     """
     _check_options(options)
+    options = dataclasses.replace(options, output=Path(os.path.abspath(options.output)))  # "." has no name to write to
     check_replaceable(options.output, options.force, BAD_INPUT_FILE)
     files, files_left_out = find_files(options.inputs, options.pattern)
-    tokenizer = _load_or_train_tokenizer(options, files, report)
-    with staging_folder(options.output) as folder:
+    with staging_folder(options.output) as folder:  # first of all: a folder that cannot be written is found at once
+        tokenizer = _load_or_train_tokenizer(options, files, report)
         bad = BadInputLog(folder / BAD_INPUT_FILE)
         try:
             manifest = _write_dataset(options, files, tokenizer, folder, bad, report)
@@ -161,6 +173,8 @@ def _check_options(options: BuildOptions) -> None:
         raise DataError("give either --tokenizer (load one) or --train-tokenizer (train one), and not both")
     if options.train_vocab_size is not None and options.train_vocab_size < SMALLEST_VOCABULARY:
         raise DataError(f"--train-tokenizer {options.train_vocab_size}: at least {SMALLEST_VOCABULARY} are needed")
+    if options.train_vocab_size is not None and options.train_vocab_size > LARGEST_VOCABULARY:
+        raise DataError(f"--train-tokenizer {options.train_vocab_size}: at most {LARGEST_VOCABULARY} are allowed")
     if options.train_vocab_size is not None and options.eod_token is not None:
         raise DataError("--eod-token belongs to a loaded tokenizer; one trained here ends documents with <|endoftext|>")
     if options.workers < 1:
@@ -180,7 +194,9 @@ def _load_or_train_tokenizer(
         return Tokenizer.load(options.tokenizer, options.eod_token)
     assert options.train_vocab_size is not None
     # Bad documents are passed over here; tokenizing meets them again, and there they are counted.
-    return train_tokenizer_on(files, options.fields, options.train_vocab_size, options.tokenizer_bytes, report)[0]
+    return train_tokenizer_on(
+        files, options.fields, options.train_vocab_size, options.tokenizer_bytes, report
+    ).tokenizer
 
 
 def train_tokenizer_on(
@@ -189,27 +205,31 @@ def train_tokenizer_on(
     vocab_size: int,
     max_bytes: int = 2_000_000_000,
     report: Callable[[Progress], None] = lambda _: None,
-) -> tuple[Tokenizer, list[BadDocument]]:
+) -> TokenizerTraining:
     """Trains a tokenizer on files, or on a sample of about ``max_bytes`` bytes of them.
 
-    Returns:
-        The tokenizer, and the documents that could not be read.
+    Where no document can be read, its tokens are the bytes.
 
     Raises:
-        DataError: the vocabulary is too small.
+        DataError: the vocabulary is too small or too large, or the sample is or turns out empty.
     """
+    if max_bytes < SMALLEST_TOKENIZER_SAMPLE:
+        raise DataError(f"--tokenizer-bytes {max_bytes}: at least {SMALLEST_TOKENIZER_SAMPLE} are needed")
     total = sum(file.size for file in files)
     keep_fraction = max_bytes / max(total, 1)
     bad: list[BadDocument] = []
+    documents = passed_over = 0
 
     def texts() -> Iterator[str]:
-        done = documents = 0
+        nonlocal documents, passed_over
+        done = 0
         for file in files:
             position = 0
             for item in read_file(file, fields):
                 done += item.file_bytes_read - position
                 position = item.file_bytes_read
                 if isinstance(item.document, RawDocument) and not _is_kept(item.document.payload, keep_fraction):
+                    passed_over += 1
                     continue
                 document = item.document if isinstance(item.document, BadDocument) else parse(item.document, fields)
                 if isinstance(document, BadDocument):
@@ -219,7 +239,10 @@ def train_tokenizer_on(
                 report(Progress("tokenizer", documents, len(bad), done, total))
                 yield document.text
 
-    return train_tokenizer(texts(), vocab_size), bad
+    tokenizer = train_tokenizer(texts(), vocab_size)
+    if documents == 0 and passed_over > 0:
+        raise DataError(f"no document fell into the tokenizer's sample of --tokenizer-bytes {max_bytes}; raise it")
+    return TokenizerTraining(tokenizer, documents, bad)
 
 
 class _SplitWriter:
@@ -314,7 +337,7 @@ def _write_dataset(
             _check_bad_share_early(options, bad, documents, done_bytes / max(total_bytes, 1))
         _check_bad_share(options, bad, documents)
         if documents == 0:
-            raise DataError(f"none of the {bad.total} documents could be read")
+            raise TooManyBadDocuments(f"none of the {bad.total} documents could be read", bad)
         if splits["train"].documents == 0:
             raise DataError(
                 f"all {documents} documents fell into the validation split; lower --validation-fraction, or set it to 0"
@@ -337,7 +360,7 @@ def _write_dataset(
         validation=splits["validation"].record(train_counts_V),
         sources=[
             SourceRecord(
-                path=str(given),
+                path=recorded_name(given),
                 files=sum(file.source == number for file in files),
                 documents=int(source_documents[number]),
                 bytes=int(source_bytes[number]),

@@ -125,7 +125,9 @@ def parse(raw: RawDocument, fields: Fields) -> Document | BadDocument:
         if not isinstance(record, dict):
             return bad("wrong_type", f"the line is a JSON {_json_type(record)}, not an object")
         if record.get(fields.text) is None:
-            state = "is null" if fields.text in record else f"is missing; there are: {', '.join(record) or 'none'}"
+            # A name may hold lone surrogates, which no file and no terminal takes.
+            names = ", ".join(record).encode("utf-8", "backslashreplace").decode("utf-8")
+            state = "is null" if fields.text in record else f"is missing; there are: {names or 'none'}"
             return bad("missing_field", f"field {fields.text!r} {state}")
         text, spans = record[fields.text], record.get(fields.spans)
         if not isinstance(text, str):

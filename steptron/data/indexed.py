@@ -140,7 +140,8 @@ def open_indexed(prefix: Path) -> IndexedTokens:
     """Memory-maps an indexed dataset whose sequences are its documents.
 
     Raises:
-        DataError: a file is missing, is not of the format, or its size contradicts the index.
+        DataError: a file is missing, is not of the format, its size contradicts the index, or documents
+            are empty or do not follow each other without gaps.
     """
     bin_path, idx_path = _bin_path(prefix), _idx_path(prefix)
     for path in (bin_path, idx_path):
@@ -171,8 +172,10 @@ def open_indexed(prefix: Path) -> IndexedTokens:
     size = bin_path.stat().st_size
     if size != num_tokens * dtype.itemsize:
         raise DataError(f"{bin_path}: {size} bytes, but the index speaks of {num_tokens * dtype.itemsize}")
-    tokens_T = np.asarray(np.memmap(bin_path, dtype=dtype, mode="r")) if num_tokens else np.zeros(0, dtype)
-    return IndexedTokens(tokens_T, lengths_D, pointers_D // dtype.itemsize)
+    starts_D = np.cumsum(lengths_D, dtype=np.int64) - lengths_D
+    if lengths_D.min() < 1 or not np.array_equal(pointers_D, starts_D * dtype.itemsize):
+        raise DataError(f"{idx_path}: damaged: its documents are not laid end to end")
+    return IndexedTokens(np.asarray(np.memmap(bin_path, dtype=dtype, mode="r")), lengths_D, starts_D)
 
 
 def _bin_path(prefix: Path) -> Path:

@@ -14,11 +14,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import IO, TYPE_CHECKING, Literal, NoReturn, cast
 
 import zstandard
 
 from steptron.data.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _PROSE = "txt text md markdown rst tex org adoc html htm xml csv tsv log"
 _CODE = (
@@ -39,6 +42,7 @@ BadKind = Literal[
     "empty_file",
     "empty_document",
     "missing_field",
+    "duplicate_field",
     "wrong_type",
     "bad_spans",
     "damaged_file",
@@ -54,6 +58,11 @@ class InputFile:
     compression: Literal["gzip", "zstd"] | None
     size: int
     source: int
+
+    @property
+    def name(self) -> str:
+        """The path as it is recorded."""
+        return recorded_name(self.path)
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,11 @@ class Fields:
     spans: str = "masked_spans"
 
 
+def recorded_name(path: Path) -> str:
+    """A path as text for reports and manifests: bytes of it that are not UTF-8 become ``\\xNN``."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def find_files(inputs: list[Path], pattern: str | None = None) -> tuple[list[InputFile], int]:
     """Lists the files of all inputs, in the order in which they are read: by input, then by path.
 
@@ -116,6 +130,7 @@ def find_files(inputs: list[Path], pattern: str | None = None) -> tuple[list[Inp
 
     Raises:
         DataError: an input does not exist, or there is nothing to read.
+        OSError: a folder cannot be listed.
     """
     files: list[InputFile] = []
     left_out = 0
@@ -144,12 +159,17 @@ def read_file(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _raise(error: OSError) -> NoReturn:
+    """A folder that cannot be listed is no empty folder."""
+    raise error
 
 
 def _is_wanted(path: Path, folder: Path, pattern: str | None) -> bool:
@@ -181,9 +201,9 @@ def _read_text(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
         yield ReadItem(_damaged(file, None, error), file.size)
         return
     if not payload:
-        yield ReadItem(BadDocument(str(file.path), None, "empty_file", "the file is empty"), file.size)
+        yield ReadItem(BadDocument(file.name, None, "empty_file", "the file is empty"), file.size)
         return
-    yield ReadItem(RawDocument(str(file.path), None, file.source, False, payload), file.size)
+    yield ReadItem(RawDocument(file.name, None, file.source, False, payload), file.size)
 
 
 def _read_jsonl(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
@@ -198,13 +218,13 @@ def _read_jsonl(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
                     continue
                 is_empty = False
                 yield ReadItem(
-                    RawDocument(str(file.path), line_number, file.source, True, line), min(compressed.tell(), file.size)
+                    RawDocument(file.name, line_number, file.source, True, line), min(compressed.tell(), file.size)
                 )
     except _READ_ERRORS as error:
         yield ReadItem(_damaged(file, line_number + 1, error), file.size)
         return
     if is_empty:
-        yield ReadItem(BadDocument(str(file.path), None, "empty_file", "the file holds no line"), file.size)
+        yield ReadItem(BadDocument(file.name, None, "empty_file", "the file holds no line"), file.size)
 
 
 def _read_parquet(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
@@ -212,12 +232,17 @@ def _read_parquet(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
     import pyarrow.parquet as pq
 
     def bad(line: int | None, kind: BadKind, message: str) -> ReadItem:
-        return ReadItem(BadDocument(str(file.path), line, kind, message), file.size)
+        return ReadItem(BadDocument(file.name, line, kind, message), file.size)
 
     row = 0
     try:
-        with pq.ParquetFile(file.path) as table:
+        # A stream, for pyarrow takes no path that is not UTF-8.
+        with open(file.path, "rb") as stream, pq.ParquetFile(stream) as table:
             names = table.schema_arrow.names
+            for name in (fields.text, fields.spans):
+                if names.count(name) > 1:
+                    yield bad(None, "duplicate_field", f"{names.count(name)} columns are named {name!r}")
+                    return
             if fields.text not in names:
                 yield bad(None, "missing_field", f"no column {fields.text!r}; the columns are {', '.join(names)}")
                 return
@@ -226,6 +251,10 @@ def _read_parquet(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
                 kind = kind.value_type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
                 yield bad(None, "wrong_type", f"column {fields.text!r} is {kind}, not string")
+                return
+            if fields.spans in names and not _holds_spans(table.schema_arrow.field(fields.spans).type):
+                found = table.schema_arrow.field(fields.spans).type
+                yield bad(None, "wrong_type", f"column {fields.spans!r} is {found}, not lists of [start, end]")
                 return
             if table.metadata.num_rows == 0:
                 yield bad(None, "empty_file", "the file holds no row")
@@ -241,15 +270,27 @@ def _read_parquet(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
                         yield bad(row, "missing_field", f"column {fields.text!r} is null")
                         continue
                     position = file.size * row // table.metadata.num_rows
-                    document = RawDocument(str(file.path), row, file.source, False, payload, row_spans)
+                    document = RawDocument(file.name, row, file.source, False, payload, row_spans)
                     yield ReadItem(document, position)
     except (pa.ArrowException, *_READ_ERRORS) as error:
         yield ReadItem(_damaged(file, row + 1 if row else None, error), file.size)
 
 
+def _holds_spans(kind: pyarrow.DataType, depth: int = 2) -> bool:
+    """Whether an Arrow type is one of lists of lists of whole numbers; null, as of empty lists, may stand for any."""
+    import pyarrow as pa
+
+    if pa.types.is_null(kind):
+        return True
+    if depth == 0:
+        return bool(pa.types.is_integer(kind))
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and _holds_spans(kind.value_type, depth - 1)
+
+
 def _damaged(file: InputFile, line: int | None, error: Exception) -> BadDocument:
     what = "compressed data is damaged or cut off" if file.compression else "cannot be read or is cut off"
-    return BadDocument(str(file.path), line, "damaged_file", f"{what}: {error}; nothing after this point was read")
+    return BadDocument(file.name, line, "damaged_file", f"{what}: {error}; nothing after this point was read")
 
 
 class _ZstdStream(io.RawIOBase):

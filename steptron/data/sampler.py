@@ -126,6 +126,9 @@ class SampleSource:
 
         Rows beyond ``num_samples`` of the validation split are padding: documents -1, positions 0,
         tokens and labels the end-of-document token, nothing in the loss.
+
+        Raises:
+            DataError: a token is outside the dataset's vocabulary.
         """
         length = self._sequence_length
         tokens_BS1 = np.full((count, length + 1), self.eod_id, np.int64)
@@ -144,6 +147,7 @@ class SampleSource:
                 size = min(length + 1, stream.tokens_per_epoch - start)
             segments = stream.segments(start, size)
             tokens_BS1[row, :size], counts_BS1[row, :size] = dataset.gather(segments)
+            _check_ids(dataset, tokens_BS1[row, :size])
             if self._isolated:
                 numbers_N = np.arange(segments.lengths_N.size)
                 begins_N = np.cumsum(segments.lengths_N) - segments.lengths_N
@@ -202,6 +206,17 @@ class SampleSource:
                     f"{dataset.path}: its {self._split} split has {dataset.num_tokens} tokens, but a sample of "
                     f"data.sequence_length {self._sequence_length} needs {needed}; shorten the sequences or add data"
                 )
+
+
+def _check_ids(dataset: TokenDataset, tokens_T: np.ndarray) -> None:
+    """A damaged file must not become an index error inside a model, or training on other tokens."""
+    vocabulary_size = dataset.manifest.vocabulary_size
+    wrong_T = tokens_T[(tokens_T < 0) | (tokens_T >= vocabulary_size)]
+    if wrong_T.size:
+        raise DataError(
+            f"{dataset.path}: {dataset.split}.bin is damaged: it holds the token id {int(wrong_T[0])}, the vocabulary "
+            f"has {vocabulary_size}; see `steptron data inspect`, and build the dataset again"
+        )
 
 
 def _tokenizer_of(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all."""
+"""Folders and files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ def staging_folder(output: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock.close()
+
+
+@contextlib.contextmanager
+def staging_file(output: Path) -> Iterator[Path]:
+    """Yields an empty file beside ``output`` that takes its place at the end, or is removed after an error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    partial.touch()
+    try:
+        yield partial
+        os.replace(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def publish(folder: Path, output: Path) -> None:

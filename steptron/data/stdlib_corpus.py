@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steptron.data.errors import DataError
+from steptron.data.readers import recorded_name
+from steptron.data.staging import staging_file
 
 # Folders left out wherever they stand: tests (some of them deliberately broken sources), caches, and
 # packages that are not part of the standard library.
@@ -48,17 +50,15 @@ def collect(destination: Path, minimum_bytes: int = 5_000_000) -> CorpusReport:
         DataError: no sources are found.
     """
     standard_library = Path(sysconfig.get_path("stdlib"))
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     documents = num_bytes = package_documents = package_bytes = skipped = 0
-    try:
+    with staging_file(destination) as partial:
         with open(partial, "w", encoding="utf-8") as file:
             for path in _sources(standard_library):
                 text = _text(path)
                 if text is None:
                     skipped += 1
                     continue
-                file.write(_line(text, f"{standard_library.name}/{path.relative_to(standard_library).as_posix()}"))
+                file.write(_line(text, standard_library, path))
                 documents += 1
                 num_bytes += len(text.encode("utf-8"))
             for root in _package_roots():
@@ -70,7 +70,7 @@ def collect(destination: Path, minimum_bytes: int = 5_000_000) -> CorpusReport:
                         if text is None:
                             skipped += 1
                             continue
-                        file.write(_line(text, f"{root.name}/{path.relative_to(root).as_posix()}"))
+                        file.write(_line(text, root, path))
                         package_documents += 1
                         package_bytes += (size := len(text.encode("utf-8")))
                         documents += 1
@@ -80,9 +80,6 @@ def collect(destination: Path, minimum_bytes: int = 5_000_000) -> CorpusReport:
                 f"{standard_library}: no sources of the standard library here; install them (on Debian and Ubuntu: "
                 "apt-get install libpython3-stdlib), or build a dataset from text of your own"
             )
-        os.replace(partial, destination)
-    finally:
-        partial.unlink(missing_ok=True)
     return CorpusReport(destination, documents, num_bytes, package_documents, package_bytes, skipped)
 
 
@@ -115,5 +112,6 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _line(text: str, source: str) -> str:
+def _line(text: str, root: Path, path: Path) -> str:
+    source = recorded_name(path.relative_to(root.parent))
     return json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n"

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from steptron.data.errors import DataError
+from steptron.data.limits import LARGEST_VOCABULARY
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -163,13 +164,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     has fewer than ``vocab_size`` tokens only if the texts offer no more pairs to merge.
 
     Raises:
-        DataError: ``vocab_size`` is too small for the special tokens and the bytes.
+        DataError: ``vocab_size`` is too small for the special tokens and the bytes, or past ``LARGEST_VOCABULARY``.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(
             f"vocabulary of {vocab_size}: too small; {len(SPECIAL_TOKENS)} special tokens and 256 bytes need "
             f"at least {SMALLEST_VOCABULARY}"
         )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise DataError(f"vocabulary of {vocab_size}: too large; at most {LARGEST_VOCABULARY} are allowed")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -129,3 +129,9 @@ def test_a_model_that_is_built_otherwise_is_an_error(monkeypatch: pytest.MonkeyP
     result = show(FLASH)
     assert isinstance(result.exception, ValueError)
     assert "head.weight is built as (1, 1)" in str(result.exception)
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    name = "x" * 5000
+    result = show(name)
+    assert (result.exit_code, result.stderr) == (2, f"{name}: there is no such file\n")

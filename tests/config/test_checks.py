@@ -42,6 +42,7 @@ REFUSED = [
         "model.layout: layout 'S3' is not understood: expected FFFF, S1F1 or S3F1 (any S<n>F<m>), "
         "followed by any of +heads, +gate, +sink",
     ),
+    (["model.layout=S99999F1"], 1, "model.layout: layout 'S99999F1' has a count above 9999"),
     (["model.layout=S3F1+gate+gate"], 1, "model.layout: layout 'S3F1+gate+gate' names an option twice"),
     (
         ["model.layout=S0F1"],
@@ -153,8 +154,34 @@ REFUSED = [
     (
         ["balance.ep_groups=1"],
         1,
-        "balance.ep_groups is 1, for which the balance loss is constant, but balance.ep_loss_coefficient is 0.001: "
-        "take more groups (1, 2, 4, 8) or the coefficient 0",
+        "balance.ep_loss_coefficient is 0.001, but the balance loss of a single group is constant (balance.ep_groups "
+        "is 1 and parallel.expert 1): take more groups (balance.ep_groups can be 1, 2, 4, 8) or the coefficient 0",
+    ),
+    (
+        ["balance.ep_groups=1", "balance.ep_loss_coefficient=1e-2", "parallel.expert=2"],
+        2,
+        "balance.ep_loss_coefficient is 0.01, but the balance loss of a single group is constant (balance.ep_groups "
+        "is 1 and parallel.expert 2): take more groups (balance.ep_groups can be 1, 2, 4, 8) or the coefficient 0",
+    ),
+    (
+        ["balance.ep_loss_coefficient=1e-2"],
+        1,
+        "balance.ep_loss_coefficient is 0.01, but the balance loss of a single group is constant (balance.ep_groups "
+        "is unset and parallel.expert 1): take more groups (balance.ep_groups can be 1, 2, 4, 8) or the coefficient 0",
+    ),
+    *(
+        (
+            [f"balance.{name}={value}", ALL_DENSE],
+            1,
+            f"balance.{name} is set, but the model has no MoE layer (model.num_dense_layers is 5 of 5): leave it out",
+        )
+        for name, value in (("ep_loss_coefficient", 1e-2), ("bias.rate", 1e-2))
+    ),
+    (
+        ["balance.bias={decay_start_step: 1, decay_steps: 5}", ALL_DENSE],
+        1,
+        "balance.bias.decay_steps is set, but the model has no MoE layer (model.num_dense_layers is 5 of 5): "
+        "leave it out",
     ),
     (
         ["balance.ep_groups=2", ALL_DENSE],
@@ -380,6 +407,13 @@ def test_all_problems_are_listed_at_once() -> None:
         (["train.precision=bf16"], 1),
         (["train.device=cpu"], 1),
         (["model.layout=FFFF+gate"], 1),
+        # Defaults, and weights of 0, suit models that have nothing to balance.
+        ([ALL_DENSE], 1),
+        ([ALL_DENSE, "balance.ep_loss_coefficient=0", "balance.bias.rate=0"], 1),
+        (["balance.ep_loss_coefficient=1e-3"], 1),
+        (["balance.ep_groups=1", "balance.ep_loss_coefficient=0"], 1),
+        (["balance.ep_loss_coefficient=1e-2", "balance.ep_groups=2"], 1),
+        (["balance.ep_loss_coefficient=1e-2", "parallel.expert=2"], 2),
         (["model.layout=FFFF+heads", "model.mtp.depths=1"], 1),
         # Without sliding layers their shape does not matter.
         (["model.layout=FFFF", "model.sliding.num_heads=7"], 1),
@@ -459,12 +493,18 @@ def test_output_must_be_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyP
     assert problems("train.output=runs/out/deep") == (
         f"train.output (runs/out/deep) cannot be a folder: {here}/runs/out is a file",
     )
+    long = "x" * 5000
+    assert problems(f"train.output={long}") == (f"train.output ({long}) cannot be used: File name too long",)
     asked: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path) or False)
     assert problems("train.output=new/deep") == (
         f"train.output (new/deep) cannot be written: no permission to write in {here}",
     )
     assert asked == [here]
+
+
+def test_data_folders_with_impossible_names() -> None:
+    assert "does not exist" in problems(f"data.train=[{{path: {'x' * 5000}}}]", check_data=True)[0]
 
 
 def test_data_folders_must_exist_when_asked() -> None:

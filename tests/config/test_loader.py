@@ -9,6 +9,8 @@ from steptron.config.tree import Source
 from steptron.errors import ConfigError, UserError
 from tests.config.samples import MINIMAL, write
 
+SIZE = "a whole number greater than 0 and of at most 2147483647"
+
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +54,20 @@ def test_a_file_may_be_reached_twice() -> None:
     assert (config.train.steps, config.train.seed) == (10, 7)
 
 
+def test_a_file_that_is_reached_often_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Path(), "0.yaml", MINIMAL)
+    for number in range(1, 31):  # 2^30 ways from the last to the first
+        write(Path(), f"{number}.yaml", f"base: [{number - 1}.yaml, {number - 1}.yaml]")
+    assert loaded("base: 30.yaml").config.train.steps == 10
+
+
+def test_bases_of_a_link_are_relative_to_the_link() -> None:
+    write(Path(), "one/whole.yaml", MINIMAL)
+    write(Path(), "two/whole.yaml", "train: {steps: 7}")
+    Path("two/link.yaml").symlink_to(write(Path(), "one/link.yaml", "base: whole.yaml").absolute())
+    assert loaded("base: [one/link.yaml, two/link.yaml]").config.train.steps == 7
+
+
 def test_lists_are_replaced_and_mappings_merged() -> None:
     write(Path(), "whole.yaml", MINIMAL)
     config = loaded("base: whole.yaml\ndata: {train: [{path: runs/c}]}").config
@@ -84,10 +100,12 @@ def test_a_missing_base_is_refused_with_the_chain() -> None:
 
 def test_base_takes_paths() -> None:
     assert problems("base: {a: 1}") == ("run.yaml:1: base: takes a path or a list of paths",)
-    assert problems("base:\n  - 3\n  - ''") == (
-        "run.yaml:2: base: takes a path or a list of paths",
-        "run.yaml:3: base: takes a path or a list of paths",
+    assert problems('base:\n  - 3\n  - \'\'\n  - "a\\0b"\n  - "\\ud800"') == tuple(
+        f"run.yaml:{line}: base: takes a path or a list of paths" for line in (2, 3, 4, 5)
     )
+    assert "does not exist" in problems(f"base: {'x' * 5000}")[0]
+    Path("circle.yaml").symlink_to("circle.yaml")
+    assert "does not exist" in problems("base: circle.yaml")[0]
 
 
 def test_unreadable_files() -> None:
@@ -125,7 +143,7 @@ def test_the_message_lists_every_problem() -> None:
     assert str(caught.value) == (
         "run.yaml: 3 problems\n"
         "  - data.seed: -1 is not a whole number of at least 0 (seed of the order of samples) [override data.seed=-1]\n"
-        "  - train.steps: 'ten' is not a whole number greater than 0 (optimizer steps) [run.yaml:20]\n"
+        f"  - train.steps: 'ten' is not {SIZE} (optimizer steps) [run.yaml:20]\n"
         "  - train.stepz is not a known key; did you mean train.steps? [run.yaml:21]"
     )
 
@@ -150,6 +168,10 @@ def test_the_message_lists_every_problem() -> None:
             "loss.zzz=1",
             "loss.zzz is not a known key; known keys here: mtp_weight, mtp_decay, mtp_train_depths",
         ),
+        (
+            "loss={'[key]': 1}",
+            "loss.[key] is not a known key; known keys here: mtp_weight, mtp_decay, mtp_train_depths",
+        ),
         ("loss.3=1", "loss.3 is not a known key; known keys here: mtp_weight, mtp_decay, mtp_train_depths"),
         ("base=x.yaml", "base is not a known key; base: stands at the top of a file and is not an override"),
     ],
@@ -160,8 +182,7 @@ def test_unknown_keys(override: str, problem: str) -> None:
 
 def test_a_missing_key_names_the_section_that_lacks_it() -> None:
     assert problems(MINIMAL.replace("  head_dim: 16\n", "")) == (
-        "model.head_dim is missing: dimensions of one attention head; "
-        "expected a whole number greater than 0 [run.yaml:1]",
+        f"model.head_dim is missing: dimensions of one attention head; expected {SIZE} [run.yaml:1]",
     )
 
 
@@ -171,13 +192,13 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("train.steps=ten", "train.steps: 'ten' is not a whole number greater than 0 (optimizer steps)"),
-        ("train.steps='10'", "train.steps: '10' is not a whole number greater than 0 (optimizer steps)"),
-        ("train.steps=1e3", "train.steps: 1000.0 is not a whole number greater than 0 (optimizer steps)"),
-        ("train.steps=true", "train.steps: true is not a whole number greater than 0 (optimizer steps)"),
-        ("train.steps=", "train.steps: null is not a whole number greater than 0 (optimizer steps)"),
-        ("train.steps=0", "train.steps: 0 is not a whole number greater than 0 (optimizer steps)"),
-        ("train.steps=[1, 2]", "train.steps: a list of 2 is not a whole number greater than 0 (optimizer steps)"),
+        ("train.steps=ten", f"train.steps: 'ten' is not {SIZE} (optimizer steps)"),
+        ("train.steps='10'", f"train.steps: '10' is not {SIZE} (optimizer steps)"),
+        ("train.steps=1e3", f"train.steps: 1000.0 is not {SIZE} (optimizer steps)"),
+        ("train.steps=true", f"train.steps: true is not {SIZE} (optimizer steps)"),
+        ("train.steps=", f"train.steps: null is not {SIZE} (optimizer steps)"),
+        ("train.steps=0", f"train.steps: 0 is not {SIZE} (optimizer steps)"),
+        ("train.steps=[1, 2]", f"train.steps: a list of 2 is not {SIZE} (optimizer steps)"),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a finite number greater than 0 (peak learning rate)"),
         ("optimizer.lr=.nan", "optimizer.lr: .nan is not a finite number greater than 0 (peak learning rate)"),
         ("optimizer.lr=.inf", "optimizer.lr: .inf is not a finite number greater than 0 (peak learning rate)"),
@@ -185,7 +206,8 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
         ("optimizer.lr=true", "optimizer.lr: true is not a finite number greater than 0 (peak learning rate)"),
         (
             "optimizer.beta1=1.0",
-            "optimizer.beta1: 1.0 is not a finite number of at least 0 and less than 1 (decay of the first moment)",
+            "optimizer.beta1: 1.0 is not a finite number of at least 0 and less than 1 "
+            "(AdamW's decay of the first moment)",
         ),
         (
             "train.precision=fp16",
@@ -202,7 +224,7 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
         ),
         (
             "train.threads=0",
-            "train.threads: 0 is not a whole number greater than 0 or null "
+            "train.threads: 0 is not a whole number greater than 0 and of at most 4096 or null "
             "(CPU threads per process; the cores shared evenly when unset)",
         ),
         (
@@ -212,7 +234,8 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
         ),
         (
             "data.train.0.path=3",
-            "data.train.0.path: 3 is not a path (folder written by `steptron data build`)",
+            "data.train.0.path: 3 is not a non-empty path that a file can have "
+            "(folder written by `steptron data build`)",
         ),
         (
             "model.clamp.routed={3: big}",
@@ -235,6 +258,57 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
 )
 def test_wrong_values(override: str, problem: str) -> None:
     assert problems(MINIMAL, override) == (f"{problem} [override {override}]",)
+
+
+@pytest.mark.parametrize(
+    ("field", "largest"),
+    [
+        ("parallel.timeout_seconds", 7 * 24 * 3600),
+        ("train.threads", 4096),
+        ("model.moe.num_experts", 1_000_000),
+        ("model.num_layers", 10_000),
+        ("model.mtp.depths", 100),
+        *(
+            (field, 2**31 - 1)
+            for field in (
+                "model.vocab_size",
+                "model.hidden_size",
+                "model.moe.expert_hidden_size",
+                "model.sliding.window",
+                "data.sequence_length",
+                "train.steps",
+                "train.global_batch_size",
+                "train.micro_batch_size",
+            )
+        ),
+    ],
+)
+def test_largest_values(field: str, largest: int) -> None:
+    loaded(MINIMAL, f"{field}={largest}")
+    (problem,) = problems(MINIMAL, f"{field}={largest + 1}")
+    assert problem.startswith(f"{field}: {largest + 1} is not a whole number ")
+    assert f" of at most {largest}" in problem
+
+
+@pytest.mark.parametrize("field", ["train.seed", "data.seed", "train.checkpoint.every_steps"])
+def test_whole_numbers_have_64_bits(field: str) -> None:
+    loaded(MINIMAL, f"{field}={2**63 - 1}")
+    for value in (2**63, "9" * 5000, "0x" + "f" * 5000):
+        override = f"{field}={value}"
+        assert problems(MINIMAL, override) == (f"override {override}: whole numbers must be from -2^63 to 2^63 - 1",)
+
+
+@pytest.mark.parametrize("field", ["optimizer.eps", "model.norm_eps"])
+def test_epsilons_do_not_vanish_in_float32(field: str) -> None:
+    loaded(MINIMAL, f"{field}=1e-30")
+    assert " is not a finite number of at least 1e-30 " in problems(MINIMAL, f"{field}=9e-31")[0]
+
+
+@pytest.mark.parametrize("field", ["train.output", "data.train.0.path"])
+@pytest.mark.parametrize(("text", "shown"), [("''", "''"), ('"a\\0b"', r"'a\x00b'"), ('"\\ud800"', r"'\ud800'")])
+def test_paths_are_names_that_a_file_can_have(field: str, text: str, shown: str) -> None:
+    (problem,) = problems(MINIMAL, f"{field}={text}")
+    assert problem.startswith(f"{field}: {shown} is not a non-empty path that a file can have (folder ")
 
 
 def test_a_wrong_value_in_a_base_names_the_base() -> None:
@@ -358,3 +432,10 @@ def test_without_mtp_no_depth_is_trained_by_default() -> None:
     assert loaded().config.loss.mtp_train_depths == 0
     assert loaded(MINIMAL, "model.mtp.depths=2").config.loss.mtp_train_depths == 1
     assert loaded(MINIMAL, "loss.mtp_train_depths=1").config.loss.mtp_train_depths == 1
+
+
+def test_keys_of_overrides_that_no_configuration_has() -> None:
+    name = ".".join("a" * 5000)
+    assert problems(MINIMAL, f"{name}=1") == (f"override {name}=1: the key is more than 64 levels deep",)
+    assert "is not one of its indices" in problems(MINIMAL, f"data.train.{'9' * 5000}.path=x")[0]
+    assert "is not a whole number" in problems(MINIMAL, f"model.clamp.routed.{'9' * 5000}=1")[0]

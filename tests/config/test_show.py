@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from steptron.config.checks import check, smallest_world_size
 from steptron.config.loader import load
-from steptron.config.show import render, render_json
+from steptron.config.show import render, render_json, to_yaml
 from tests.config.samples import MINIMAL, write
 
 PRETRAIN = Path(__file__).parents[2] / "configs" / "pretrain"
@@ -54,6 +55,8 @@ def test_each_value_stands_with_its_source() -> None:
             "optimizer.schedule={kind: staged, "
             "segments: [{steps: 5, end_lr: 1e-4}, {steps: 5, kind: linear, end_lr: 0}]}"
         ],
+        # Text that YAML 1.1 writes without quotes, and that the core schema reads as a number.
+        ["train.output='1e3'", "train.logging.wandb_project='08'"],
         ["train.output='on # a: b'", "train.logging.wandb_project='null'", "optimizer.lr=1e-17"],
         [f"train.output={'x' * 100}"],
     ],
@@ -63,12 +66,18 @@ def test_the_output_loads_back(overrides: list[str]) -> None:
     again = load(write(Path(), "shown.yaml", render(loaded)))
     assert again.config == loaded.config
     assert again.sources.keys() == loaded.sources.keys()
+    assert load(write(Path(), "restored.yaml", to_yaml(loaded.config))).config == loaded.config
 
 
 @pytest.mark.parametrize("file", sorted(PRETRAIN.glob("*.yaml")), ids=lambda file: file.stem)
 def test_presets_load_back(file: Path) -> None:
     loaded = load(file)
-    assert load(write(Path(), "shown.yaml", render(loaded))).config == loaded.config
+    shown, restored = write(Path(), "shown.yaml", render(loaded)), write(Path(), "kept.yaml", to_yaml(loaded.config))
+    assert load(shown).config == load(restored).config == loaded.config
+    # What was left out is accepted as it is written out.
+    for each in (file, shown, restored):
+        config = load(each).config
+        check(config, smallest_world_size(config.parallel), "cpu")
 
 
 def test_json() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steptron.config import tree
 from steptron.config.tree import Node, Source, dump_scalar, merge, parse
 
 
@@ -60,6 +61,40 @@ def test_values(text: str, value: object) -> None:
 def test_nan(text: str) -> None:
     value, problems = read(text)
     assert isinstance(value, float) and math.isnan(value) and problems == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a:\n  b: " + "9" * 5000, "x.yaml:2: whole numbers must be from -2^63 to 2^63 - 1"),
+        ('a: 1\nb: "\\UFFFFFFFF"', "x.yaml:2: not valid YAML: "),
+        ("a: 1\nb: " + "[" * 5000 + "]" * 5000, "x.yaml:2: too large: nested more than 64 levels deep (column 67)"),
+        ("a: 1\n" + "[" * 5000, "x.yaml:2: "),
+        # Ten lines of nine aliases each: 9^9 values.
+        (
+            "a0: &a0 1\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)),
+            "x.yaml:1: too large: more than 100,000 values (an alias counts as all that it stands for) (column 5)",
+        ),
+        # Few values, but every alias adds forty levels.
+        (
+            f"a0: &a0 {'[' * 40}1{']' * 40}\n"
+            + "".join(f"a{n}: &a{n} {'[' * 40}*a{n - 1}{']' * 40}\n" for n in (1, 2)),
+            "x.yaml:1: too large: nested more than 64 levels deep (column 32)",
+        ),
+    ],
+    ids=["digits", "character", "depth", "open", "alias bomb", "alias depth"],
+)
+def test_what_no_configuration_needs_is_refused(text: str, problem: str) -> None:
+    (found,) = read(text)[1]
+    assert found.startswith(problem)
+
+
+def test_the_largest_allowed_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "MOST_VALUES", 100)
+    assert read(f"[{', '.join('1' * 99)}]")[1] == []
+    assert len(read(f"[{', '.join('1' * 100)}]")[1]) == 1
+    assert read("[" * 64 + "]" * 64)[1] == []
+    assert len(read("[" * 65 + "]" * 65)[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,7 +166,7 @@ def test_merge(under: str, over: str, merged: object) -> None:
 @given(
     st.one_of(
         st.text(),
-        st.integers(),
+        st.integers(-(2**63), 2**63 - 1),
         st.floats(allow_nan=False),
         st.booleans(),
         st.none(),

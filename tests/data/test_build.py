@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import math
@@ -273,6 +274,8 @@ def test_wrong_options_are_refused_before_work(tmp_path: Path) -> None:
         ({"train_vocab_size": 400}, "either --tokenizer .* or --train-tokenizer"),
         ({"tokenizer": None}, "either --tokenizer .* or --train-tokenizer"),
         ({"tokenizer": None, "train_vocab_size": 100}, "--train-tokenizer 100: at least 272"),
+        ({"tokenizer": None, "train_vocab_size": 10**9}, "--train-tokenizer 1000000000: at most 1000000"),
+        ({"tokenizer": None, "train_vocab_size": 300, "tokenizer_bytes": 0}, "--tokenizer-bytes 0: at least 10000"),
         ({"tokenizer": None, "train_vocab_size": 300, "eod_token": "x"}, "--eod-token belongs to a loaded"),
         ({"workers": 0}, "--workers 0"),
         ({"validation_fraction": 1.0}, "--validation-fraction 1.0"),
@@ -305,6 +308,23 @@ def test_a_tokenizer_is_trained_on_a_sample_of_a_large_corpus(tmp_path: Path) ->
     size = source.stat().st_size
     assert 0.5 < trained_on / (2000 * 10_000 / size) < 2
     assert _texts(tmp_path / "out") == texts
+
+
+def test_a_sample_without_a_document_trains_no_tokenizer(tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("word " * 2_000_000)  # one document; it is kept with a probability of 1 in 1,000
+    with pytest.raises(DataError, match=r"no document fell into the tokenizer's sample .*10000; raise it"):
+        build_dataset(_options(tmp_path, source, tokenizer=None, train_vocab_size=300, tokenizer_bytes=10_000))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_current_folder_can_be_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "one"}])
+    options = dataclasses.replace(_options(tmp_path, source), output=Path("."))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    build_dataset(options)
+    assert _texts(tmp_path / "here") == ["one"]
 
 
 def test_progress_counts_to_the_end(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from steptron.cli.data import app
+from steptron.cli.main import app
 from steptron.data import stdlib_corpus
 from steptron.data.errors import DataError
 from steptron.data.inspection import check_files, length_histogram
@@ -21,13 +23,13 @@ from tests.data.corpora import build_small, save_tokenizer, varied_texts, write_
 
 
 def _run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+    return CliRunner().invoke(app, ["data", *(str(argument) for argument in arguments)], env={"COLUMNS": "160"})
 
 
 def test_a_build_that_fails_shows_examples_of_every_kind(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"content": text} for text in varied_texts(200)])
     built = _run("build", source, "--output", tmp_path / "out", "--train-tokenizer", 300, "--workers", 1)
-    assert built.exit_code == 1  # the field has another name
+    assert built.exit_code == 2  # the field has another name
     assert f"{source}:1: field 'text' is missing" in built.stdout
     assert "200 × missing_field" in built.stdout
     assert "... and 197 more" in built.stdout
@@ -47,9 +49,113 @@ def test_build_with_options(tmp_path: Path) -> None:
     for value in (manifest.train.tokens, manifest.validation.documents, manifest.train.masked_tokens):
         assert f"{value:,}" in built.stdout
     again = _run(*arguments, *options)
-    assert again.exit_code == 1
+    assert again.exit_code == 2
     assert "holds a dataset" in again.stderr
     assert _run(*arguments, *options, "--force").exit_code == 0
+
+
+SEVERAL = [{"text": text} for text in varied_texts(300)]
+
+
+def test_a_build_says_when_the_text_offers_fewer_tokens(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", SEVERAL)
+    options = ("--workers", 1, "--train-tokenizer")
+    assert "were asked for" not in _run("build", source, "--output", tmp_path / "exact", *options, 300).stdout
+    built = _run("build", source, "--output", tmp_path / "out", *options, 30_000)
+    size = read_manifest(tmp_path / "out").vocabulary_size
+    assert f"The text offers no more than {size:,} tokens; 30,000 were asked for." in built.stdout
+
+
+def test_sizes_that_train_no_tokenizer_are_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", SEVERAL)
+    build = ("build", source, "--output", tmp_path / "out")
+    train = ("tokenizer", "train", source, "--output", tmp_path / "tokenizer.json", "--vocab-size")
+    for command in ((*build, "--train-tokenizer"), train):
+        for limit, options in (
+            ("10000", (512, "--tokenizer-bytes", 0)),
+            ("10000", (512, "--tokenizer-bytes", -5)),
+            ("1000000", (999_999_999,)),
+        ):
+            refused = _run(*command, *options)
+            assert refused.exit_code == 2
+            assert "Invalid value for" in refused.stderr and limit in refused.stderr
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_tokenizer_is_not_trained_on_nothing(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", ["{broken"])
+    output = tmp_path / "tokenizer.json"
+    failed = _run("tokenizer", "train", source, "--vocab-size", 300, "--output", output)
+    assert failed.exit_code == 2
+    assert f"{source}:1: invalid_json" in failed.stderr
+    assert "no document to train on" in failed.stderr
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_build_without_a_readable_document_says_why(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"content": "x"}])
+    options = ("--train-tokenizer", 300, "--workers", 1, "--max-bad-fraction", 1)
+    failed = _run("build", source, "--output", tmp_path / "out", *options)
+    assert failed.exit_code == 2
+    assert "1 × missing_field" in failed.stdout
+    assert "none of the 1 documents could be read" in failed.stderr
+    assert (tmp_path / "out" / "bad_input.jsonl").exists()
+
+
+@pytest.mark.parametrize("place", ["FILE/x", "FILE/x/y", "/proc/x", "x" * 300])
+def test_places_that_cannot_be_written_are_named_in_one_line(tmp_path: Path, place: str) -> None:
+    (tmp_path / "FILE").write_text("x")
+    source = write_jsonl(tmp_path / "in.jsonl", SEVERAL)
+    output = tmp_path / place
+    for command in (
+        ("build", source, "--output", output, "--train-tokenizer", 300, "--workers", 1),
+        ("tokenizer", "train", source, "--vocab-size", 300, "--output", output),
+        ("stdlib-corpus", output),
+    ):
+        failed = _run(*command)
+        assert failed.exit_code == 2, command
+        assert len(failed.stderr.splitlines()) == 1
+        assert failed.stderr.startswith(str(tmp_path / "FILE" if "FILE" in place else output.parent))
+        assert "tokens" not in failed.stdout  # found before the work
+
+
+def test_a_full_disk_is_reported_in_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("steptron.data.indexed._flush_to_disk", full)
+    source = write_jsonl(tmp_path / "in.jsonl", SEVERAL)
+    output = tmp_path / "out"
+    failed = _run("build", source, "--output", output, "--train-tokenizer", 300, "--workers", 1)
+    assert (failed.exit_code, failed.stderr) == (2, f"{output}: No space left on device\n")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_names_that_are_no_utf8_or_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"[/x] :smile: \xff")
+    folder.mkdir(parents=True)
+    write_jsonl(folder / "in.jsonl", [*SEVERAL, '{"\\ud800": 1}'])
+    shown_name = str(tmp_path / "[/x] :smile: \\xff")
+    options = ("--train-tokenizer", 300, "--workers", 1)
+    built = _run("build", folder, "--output", folder / "out", *options)
+    assert built.exit_code == 0, built.output
+    assert f"all of them: {shown_name}/out/bad_input.jsonl" in built.stdout
+    assert f"  {shown_name}/in.jsonl:301: field 'text' is missing; there are: \\ud800" in built.stdout
+    assert read_manifest(folder / "out").sources[0].path == shown_name
+    reported = json.loads((folder / "out" / "bad_input.jsonl").read_text())
+    assert reported["file"] == f"{shown_name}/in.jsonl"
+    assert _run("inspect", folder / "out").exit_code == 0
+
+
+def test_an_empty_validation_split_is_pointed_out_unless_asked_for(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", SEVERAL[1:4])
+    build = ("build", source, "--train-tokenizer", 300, "--workers", 1, "--output")
+    built = _run(*build, tmp_path / "out")
+    assert built.exit_code == 0, built.output
+    assert "the validation split is empty" in built.stdout and "raise --validation-fraction" in built.stdout
+    assert "is empty" not in _run(*build, tmp_path / "without", "--validation-fraction", 0).stdout
 
 
 def test_inspect_shows_counts_histogram_documents_and_masks(tmp_path: Path) -> None:
@@ -80,14 +186,14 @@ def test_inspect_shows_a_sample(tmp_path: Path) -> None:
     assert "train sample 3: 48 targets" in shown.stdout
     assert "targets of document 0 of the row" in shown.stdout
     alone = _run("inspect", folder, "--sample", 3)
-    assert alone.exit_code == 1
+    assert alone.exit_code == 2
     assert "--sample and --sequence-length belong together" in alone.stderr
 
 
 def test_inspect_refuses_what_is_no_dataset(tmp_path: Path) -> None:
     shown = _run("inspect", tmp_path)
-    assert shown.exit_code == 1
-    assert shown.stderr.startswith(f"error: {tmp_path}: not a dataset")
+    assert shown.exit_code == 2
+    assert shown.stderr.startswith(f"{tmp_path}: not a dataset")
 
 
 def test_histogram_counts_every_document_once() -> None:
@@ -119,7 +225,7 @@ def test_inspect_finds_damage_of_every_kind(tmp_path: Path) -> None:
     assert any("SHA-256 differs" in problem for problem in problems)
     assert any("token ids up to 65535" in problem and "vocabulary has 420" in problem for problem in problems)
     shown = _run("inspect", folder)
-    assert shown.exit_code == 1
+    assert shown.exit_code == 2
     assert "token ids up to 65535" in shown.stderr
 
     folder = fresh("ends")
@@ -151,7 +257,7 @@ def test_tokenizer_train(tmp_path: Path) -> None:
     assert trained.exit_code == 0, trained.output
     assert Tokenizer.load(output).vocab_size == 300
     again = _run("tokenizer", "train", source, "--vocab-size", 300, "--output", output)
-    assert again.exit_code == 1
+    assert again.exit_code == 2
     assert "use --force" in again.stderr
     write_jsonl(source, [{"text": text} for text in varied_texts(300)] + ["{broken"])
     larger = _run("tokenizer", "train", source, "--vocab-size", 30_000, "--output", output, "--force")

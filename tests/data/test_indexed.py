@@ -69,6 +69,27 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     index.write_bytes(b"x" * 100)
     with pytest.raises(DataError, match=r"train\.idx: not an index of Megatron's format"):
         open_indexed(tmp_path / "train")
+    for place, value in (  # 5 lengths of 4 bytes from byte 34, then 5 pointers of 8
+        (34 + 20, 2),  # begins elsewhere
+        (34 + 20 + 8, 11),  # within a token
+        (34 + 20 + 4 * 8 + 6, 0x40),  # far past the end
+        (34 + 20 + 7, 0x80),  # negative
+    ):
+        _, index = fresh()
+        content = bytearray(index.read_bytes())
+        content[place] = value
+        index.write_bytes(content)
+        with pytest.raises(DataError, match=r"train\.idx: damaged: its documents are not laid end to end"):
+            open_indexed(tmp_path / "train")
+    for lengths in ((6, 0, 300, 17, 1), (-1, 7, 300, 17, 1)):  # the right sum, and pointers to match
+        data, index = fresh()
+        content = bytearray(index.read_bytes())
+        lengths_D = np.array(lengths, "<i4")
+        content[34:54] = lengths_D.tobytes()
+        content[54:94] = ((np.cumsum(lengths_D) - lengths_D) * 2).astype("<i8").tobytes()
+        index.write_bytes(content)
+        with pytest.raises(DataError, match="not laid end to end"):
+            open_indexed(tmp_path / "train")
     data, index = fresh()
     content = bytearray(index.read_bytes())
     content[17] = 7  # float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,6 +183,65 @@ def test_unusable_parquet_files_are_told_apart(tmp_path: Path) -> None:
     assert _bad(path) == [("a.parquet", None, "damaged_file")]
     path.write_bytes(b"")
     assert _bad(path) == [("a.parquet", None, "damaged_file")]
+
+
+def test_names_that_are_no_utf8_are_recorded_escaped(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.parquet")
+    pq.write_table(pa.table({"text": ["x", None]}), tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").rename(path)
+    assert [document.file for document in _read(path)] == [f"{tmp_path}/\\xff.parquet"] * 2
+    assert _lines(path) == [1]
+
+
+@pytest.mark.parametrize("name", ["text", "masked_spans"])
+def test_parquet_columns_of_the_same_name_are_refused(tmp_path: Path, name: str) -> None:
+    texts, spans = pa.array(["x"]), pa.array([[[0, 1]]])
+    columns = {"text": [texts], "masked_spans": [spans], name: [texts if name == "text" else spans] * 2}
+    flat = [(key, column) for key, values in columns.items() for column in values]
+    table = pa.Table.from_arrays([column for _, column in flat], [key for key, _ in flat])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert _bad(tmp_path / "a.parquet") == [("a.parquet", None, "duplicate_field")]
+    assert f"2 columns are named '{name}'" in _read(tmp_path / "a.parquet")[0].message  # type: ignore[union-attr]
+
+
+INT = pa.int32()
+
+
+@pytest.mark.parametrize(
+    ("kind", "usable"),
+    [
+        (pa.list_(pa.list_(INT)), True),
+        (pa.large_list(pa.list_(pa.uint8(), 2)), True),
+        (pa.list_(pa.null()), True),
+        (pa.null(), True),
+        (pa.list_(INT), False),
+        (pa.list_(pa.list_(pa.float32())), False),
+        (pa.timestamp("ns"), False),
+        (pa.binary(), False),
+        (pa.struct([("start", INT)]), False),
+        (pa.dictionary(INT, pa.string()), False),
+    ],
+)
+def test_columns_of_spans_need_a_type_that_holds_them(tmp_path: Path, kind: pa.DataType, usable: bool) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["x"], "masked_spans": pa.array([None], pa.null()).cast(kind)}), path)
+    assert _bad(path) == ([] if usable else [("a.parquet", None, "wrong_type")])
+    assert _lines(path) == ([1] if usable else [])
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if path.endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        find_files([tmp_path])
 
 
 def test_parquet_with_damaged_pages_keeps_the_rows_before_them(tmp_path: Path) -> None:

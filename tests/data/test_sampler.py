@@ -293,6 +293,22 @@ def test_a_model_with_too_few_rows_is_refused(folder: Path) -> None:
         source.check_vocabulary(419)
 
 
+def test_tokens_outside_the_vocabulary_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    folder = build_small(tmp_path, "d", [{"text": text} for text in varied_texts(60)])
+    datasets = [DatasetConfig(path=folder)]
+    data = folder / "train.bin"
+    tokens_T = np.fromfile(data, "<u2")
+    count = tokens_T.size // 16
+    tokens_T[100] = 419  # the last of the vocabulary
+    tokens_T.tofile(data)
+    SampleSource(datasets, "train", _data(datasets)).micro_batch(0, count)
+    tokens_T[100] = 420
+    tokens_T.tofile(data)
+    source = SampleSource(datasets, "train", _data(datasets))
+    with pytest.raises(DataError, match=rf"{folder}: train\.bin is damaged: .* token id 420, the vocabulary has 420"):
+        source.micro_batch(0, count)
+
+
 def test_figures_of_a_blend_are_weighted_by_its_shares_of_tokens(folder: Path) -> None:
     """Not by the sizes of the datasets: a sample comes from each by its weight."""
     datasets = _blend(folder, 3.0, 1.0)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steptron.data.errors import DataError
+from steptron.data.limits import LARGEST_VOCABULARY
 from steptron.data.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 from tests.data.corpora import TEXTS, small_tokenizer
 
@@ -56,6 +57,12 @@ def test_vocabulary_too_small_for_the_bytes_is_refused() -> None:
     assert train_tokenizer(TEXTS, 272).vocab_size == 272
     with pytest.raises(DataError, match=r"271: too small.*at least 272"):
         train_tokenizer(TEXTS, 271)
+
+
+def test_vocabulary_that_the_library_would_die_of_is_refused() -> None:
+    assert train_tokenizer(TEXTS, LARGEST_VOCABULARY).vocab_size < 1000
+    with pytest.raises(DataError, match=r"1000001: too large; at most 1000000"):
+        train_tokenizer(TEXTS, LARGEST_VOCABULARY + 1)
 
 
 def test_settings_for_inference_in_the_file_do_not_touch_the_text(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from steptron.config.loader import load
 from steptron.train.records import ValidationRecord, to_json
 from tools.quickstart import (
+    CONFIG,
     DEFAULT_FOLDER,
     REPOSITORY,
     Command,
@@ -20,6 +22,7 @@ from tools.quickstart import (
     Step,
     StepFailedError,
     duration,
+    main,
     parse_arguments,
     run_process,
     run_steps,
@@ -165,6 +168,31 @@ def test_another_folder_and_number_of_steps_become_overrides(tmp_path: Path) -> 
         "--nproc",
         "1",
     )
+
+
+def test_a_folder_of_any_name_is_the_one_that_the_run_gets(tmp_path: Path) -> None:
+    folder = tmp_path / "a b,{c}=[1]: #x"
+    overrides = Quickstart(folder, nproc=1).list_steps()[2].command[2:4]
+    config = load(REPOSITORY / CONFIG, overrides).config
+    assert (config.train.output, config.data.train[0].path) == (folder / "train", folder / "data")
+
+
+@pytest.mark.parametrize("name", ["FILE", "bell\a", "byte\udcff"])
+def test_unusable_folders_are_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "FILE").write_text("x")
+    with pytest.raises(SystemExit):
+        parse_arguments(["--folder", str(tmp_path / name)])
+    assert "is not a folder" in (message := capsys.readouterr().err) or "cannot be shown" in message
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "FILE").write_text("x")
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--folder", str(tmp_path / "FILE" / "x")])
+    monkeypatch.chdir(tmp_path)  # main changes the folder; this one is restored
+    assert main() == 1
+    assert f"Not a directory: '{tmp_path}/FILE/x" in capsys.readouterr().err
 
 
 def test_commands_are_shown_as_a_shell_takes_them() -> None:
