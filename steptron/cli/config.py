@@ -1,4 +1,4 @@
-"""`steptron config`: show and check a configuration."""
+"""`steptron config`: show and check a configuration, and list its fields."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Annotated, Literal
 import typer
 
 from steptron.config.checks import check as run_checks
-from steptron.config.checks import data_parallel_size, smallest_world_size
+from steptron.config.checks import smallest_world_size
 from steptron.config.loader import load
+from steptron.config.reference import FieldReference, field_references, is_below
 from steptron.config.schema import PretrainConfig
 from steptron.config.show import render, render_json
+from steptron.config.summary import summary
+from steptron.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, help="Show and check a configuration.")
+app = typer.Typer(no_args_is_help=True, help="Show and check a configuration, and list its fields.")
 
 File = Annotated[Path, typer.Argument(help="YAML file.")]
+_WIDE = 160  # columns; below, cells are broken over lines, and rules keep the fields apart
 Overrides = Annotated[list[str] | None, typer.Argument(help="Values that win over the file's.", metavar="a.b=c")]
 
 
@@ -47,20 +51,34 @@ def check(
     processes = world_size if world_size is not None else smallest_world_size(config.parallel)
     run_checks(config, processes, device, check_data=data)
     typer.echo(f"ok: {file} on {processes} process{'' if processes == 1 else 'es'}")
-    for line in _summary(config, processes):
+    for line in summary(config, processes):
         typer.echo(f"  {line}")
 
 
-def _summary(config: PretrainConfig, processes: int) -> list[str]:
-    model, parallel, train = config.model, config.parallel, config.train
-    ranks = data_parallel_size(parallel, processes)
-    micro_batches = train.global_batch_size // (train.micro_batch_size * ranks)
-    ramp = f" (from {train.batch_ramp.start:,})" if train.batch_ramp is not None else ""
-    return [
-        f"model     {model.num_layers} layers, {model.mtp.depths} MTP, hidden {model.hidden_size}, "
-        f"{model.moe.num_experts} experts top {model.moe.top_k}, {model.layout}",
-        f"parallel  pipeline {parallel.pipeline} x data {ranks}; experts over {parallel.expert}",
-        f"batch     {train.global_batch_size:,} sequences{ramp} of {config.data.sequence_length:,} tokens: "
-        f"{micro_batches} x {train.micro_batch_size} per rank",
-        f"training  {train.steps:,} steps, {config.optimizer.name}, {train.precision}",
-    ]
+@app.command()
+def fields(
+    prefix: Annotated[str, typer.Argument(help="Only this field and those below, such as optimizer.schedule.")] = "",
+) -> None:
+    """List every field: name, values, default and description. N stands for the number of a list item."""
+    listed = [field for field in field_references(PretrainConfig) if not prefix or is_below(field.name, prefix)]
+    if not listed:
+        raise UserError(f"no field is named {prefix}; the sections are {', '.join(PretrainConfig.model_fields)}")
+    _print_fields(listed)
+
+
+def _print_fields(listed: list[FieldReference]) -> None:
+    """A table on a terminal; elsewhere one line per field, its parts separated by tabs."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [(field.name, field.values, field.default, field.description) for field in listed]
+    console = Console()
+    if not console.is_terminal:
+        for row in rows:
+            typer.echo("\t".join(row))
+        return
+    table = Table("field", "values", "default", "description", show_lines=console.width < _WIDE)
+    for row in rows:
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    console.print(table)

@@ -16,7 +16,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens up to this probability.")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     tokenizer: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="tokenizer.json or its folder; the checkpoint's own by default."),
@@ -24,8 +24,11 @@ def generate(
 ) -> None:
     """Write text with a trained model."""
     from steptron.checkpoint.folder import resolve
+    from steptron.errors import UserError
     from steptron.platform import distributed
 
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in prompt):
+        raise UserError("--prompt is not valid UTF-8 text")
     folder = resolve(checkpoint)
     device = distributed.start("auto", threads=None, timeout_seconds=60)
 
@@ -33,10 +36,17 @@ def generate(
     from steptron.data.tokenizer import Tokenizer
     from steptron.model.sampling import sample_tokens
 
-    model, _ = restore_model(folder, device, mtp_depths=0)
+    model, config = restore_model(folder, device, mtp_depths=0)
     text = Tokenizer.load(tokenizer or folder)
     tokens = text.encode(prompt) or [text.eod_id]
     typer.echo(prompt, nl=False)
+    if text.vocab_size > model.spec.vocab_size:
+        raise UserError(
+            f"the tokenizer has {text.vocab_size} tokens and the model {model.spec.vocab_size}: it is another model's"
+        )
+    length = config.data.sequence_length
+    if len(tokens) + max_new_tokens > length:
+        typer.echo(f"note: the model was trained on sequences of {length} tokens, this one gets longer", err=True)
     decoder = text.stream_decoder()
     for token in sample_tokens(model, tokens, max_new_tokens, temperature, top_p, text.eod_id, seed):
         typer.echo(decoder.push(token), nl=False)

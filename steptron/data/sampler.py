@@ -109,6 +109,14 @@ class SampleSource:
         records = [dataset.manifest.split(self._split) for dataset in self._datasets]
         return sum(w * record.unigram_entropy for w, record in zip(self._weights, records, strict=True))
 
+    def check_same_tokenizer(self, other: SampleSource) -> None:
+        """Checks that two sources mean the same text by the same ids.
+
+        Raises:
+            DataError: they were built with different tokenizers.
+        """
+        _check_same_tokenizer(self._datasets[0], other.datasets[0])
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that a model with ``vocab_size`` embedding rows can read every token.
 
@@ -186,16 +194,8 @@ class SampleSource:
         return -(-(dataset.num_tokens - 1) // self._sequence_length)
 
     def _check_tokenizers(self) -> None:
-        first = self._datasets[0]
         for other in self._datasets[1:]:
-            if (other.manifest.tokenizer_hash, other.manifest.eod_id) != (
-                first.manifest.tokenizer_hash,
-                first.manifest.eod_id,
-            ):
-                raise DataError(
-                    f"{first.path} and {other.path} were built with different tokenizers; build one of them again with "
-                    f"--tokenizer {_tokenizer_of(first.path)}"
-                )
+            _check_same_tokenizer(self._datasets[0], other)
 
     def _check_lengths(self) -> None:
         # A validation split that is shorter than a sequence becomes one padded sample.
@@ -216,6 +216,15 @@ def _check_ids(dataset: TokenDataset, tokens_T: np.ndarray) -> None:
         raise DataError(
             f"{dataset.path}: {dataset.split}.bin is damaged: it holds the token id {int(wrong_T[0])}, the vocabulary "
             f"has {vocabulary_size}; see `steptron data inspect`, and build the dataset again"
+        )
+
+
+def _check_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:
+    ours, theirs = first.manifest, other.manifest
+    if (ours.tokenizer_hash, ours.eod_id) != (theirs.tokenizer_hash, theirs.eod_id):
+        raise DataError(
+            f"{first.path} and {other.path} were built with different tokenizers; build one of them again with "
+            f"--tokenizer {_tokenizer_of(first.path)}"
         )
 
 

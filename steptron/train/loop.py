@@ -11,17 +11,19 @@ import torch
 import torch.distributed as dist
 
 from steptron.checkpoint import save_load
-from steptron.checkpoint.folder import list_checkpoints
+from steptron.checkpoint.folder import checkpoint_folder, list_checkpoints
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
 from steptron.checkpoint.resume import changes
 from steptron.checkpoint.save_load import on_first_rank
 from steptron.config.schema import PretrainConfig
+from steptron.config.summary import summary
 from steptron.data.batch import MicroBatch
 from steptron.data.manifest import read_manifest as read_dataset_manifest
 from steptron.data.sampler import SampleSource
 from steptron.errors import UserError
 from steptron.optim.schedule import bias_update_rate, learning_rate
 from steptron.parallel.mesh import Mesh, build_mesh
+from steptron.planning.parameters import count_parameters
 from steptron.platform import determinism
 from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.meter import Meter
@@ -53,6 +55,8 @@ class Pretraining:
         self.validation_data = self._open_validation()
         for source in filter(None, (self.train_data, self.validation_data)):
             source.check_vocabulary(config.model.vocab_size)
+        if self.validation_data is not None:
+            self.train_data.check_same_tokenizer(self.validation_data)
         self._datasets = [dataset.manifest.content_hash for dataset in self.train_data.datasets]
         self.step = TrainStep(config, self.mesh, self.device)
         self.batches = BatchSchedule(config.train)
@@ -69,13 +73,31 @@ class Pretraining:
         if self.progress.step >= self.config.train.steps:
             self._say(f"nothing to do: step {self.progress.step} of {self.config.train.steps} is done")
             return True
+        self._describe()
         with StopRequest() as stop, self._sinks() as sinks:
             complete = self._train(stop, sinks)
         if not complete:
             self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
         if self.is_reporter:
             self._plot()
+        self._say(f"checkpoint: {checkpoint_folder(self.config.train.output, self.progress.step)}")
         return complete
+
+    def _describe(self) -> None:
+        """Says what is about to run."""
+        config, processes = self.config, dist.get_world_size()
+        counts = count_parameters(self.step.spec)
+        tokens = sum(dataset.num_tokens for dataset in self.train_data.datasets)
+        ours = self.batches.consumed_after(config.train.steps) * config.data.sequence_length
+        threads = f", {torch.get_num_threads()} threads each" if self.device.type == "cpu" else ""
+        lines = [
+            *summary(config, processes),
+            f"size      {counts.total:,} parameters with MTP; {counts.active_with_embedding_and_head:,} act on a token "
+            "of the main model",
+            f"data      {tokens:,} tokens; the run takes {ours:,} ({ours / tokens:.2f} epochs)",
+            f"on        {processes} x {self.device.type}{threads}; everything goes to {config.train.output}",
+        ]
+        self._say("\n".join(lines))
 
     def _train(self, stop: StopRequest, sinks: Sinks) -> bool:
         train = self.config.train

@@ -303,3 +303,21 @@ def test_a_model_without_experts_has_an_empty_expert_buffer() -> None:
     wrapped(random_batch(48, 1, 6, 0)).sum().backward()
     wrapped.finish_grad_sync()
     assert wrapped.buffers[1].data.numel() == 0 and torch.count_nonzero(wrapped.buffers[0].data) > 0
+
+
+def late_gradient(rank: int, world_size: int) -> str:
+    mesh = build_mesh(ParallelConfig())
+    parameters = make_parameters()
+    GradientBuffer(parameters, mesh.groups.dp_cp)
+    backward(parameters, seed=1)
+    try:
+        backward(parameters, seed=2)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_after_its_reduction_is_an_error(pool: WorkerPool) -> None:
+    """It would be lost on some ranks and doubled on others, depending on who is faster."""
+    for message in pool.run(2, late_gradient):
+        assert "arrived after its bucket was reduced" in message

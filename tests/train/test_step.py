@@ -153,3 +153,32 @@ def test_isolated_documents_give_what_the_same_documents_give_apart(pool: Worker
     for name, gradient in gradients.items():
         assert float((gradient - gradients_apart[name]).norm() / gradient.norm()) < 2e-6, name
     assert abs(loss_crossing - loss) > 1e-4
+
+
+def losses_without_targets(rank: int, world_size: int) -> tuple[float, float, bool]:
+    train, (batch, *_) = build([])
+    nothing = replace(batch, loss_mask_BS=torch.zeros_like(batch.loss_mask_BS))
+    result = train.run([nothing], LEARNING_RATE, 1e-3)
+    finite = train.parameters_are_finite()
+    next(iter(train.module.parameters())).data.view(-1)[0] = math.inf
+    return result.observed.losses.lm, result.observed.losses.total, finite and not train.parameters_are_finite()
+
+
+def test_a_batch_without_targets_has_no_loss_to_report(pool: WorkerPool) -> None:
+    """Not 0, the best loss there is; and the finiteness that guards checkpoints sees one bad value."""
+    ((lm, total, guarded),) = pool.run(1, losses_without_targets)
+    assert math.isnan(lm) and math.isfinite(total)
+    assert guarded
+
+
+def total_and_lm(rank: int, world_size: int, overrides: list[str]) -> tuple[float, float, float | None]:
+    train, batches = build(["loss.mtp_train_depths=0", *overrides])
+    losses = train.accumulate_gradients(batches).losses
+    return losses.total, losses.lm, losses.ep
+
+
+def test_the_balance_loss_of_one_group_is_left_out(pool: WorkerPool) -> None:
+    ((total, lm, ep),) = pool.run(1, total_and_lm, ["balance.ep_groups=null"])
+    assert ep == pytest.approx(1.0) and total == pytest.approx(lm, rel=1e-12)
+    ((total, lm, ep),) = pool.run(1, total_and_lm, ["balance.ep_groups=4"])
+    assert ep is not None and total == pytest.approx(lm + 1e-3 * 7 * ep, rel=1e-6)

@@ -1,0 +1,22 @@
+"""A run in a few lines."""
+
+from __future__ import annotations
+
+from steptron.config.checks import data_parallel_size
+from steptron.config.schema import PretrainConfig
+
+
+def summary(config: PretrainConfig, processes: int) -> list[str]:
+    """Model, layout, batch and training of a checked configuration, a line each."""
+    model, parallel, train = config.model, config.parallel, config.train
+    ranks = data_parallel_size(parallel, processes)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * ranks)
+    ramp = f" (from {train.batch_ramp.start:,})" if train.batch_ramp is not None else ""
+    return [
+        f"model     {model.num_layers} layers, {model.mtp.depths} MTP, hidden {model.hidden_size}, "
+        f"{model.moe.num_experts} experts top {model.moe.top_k}, {model.layout}",
+        f"parallel  pipeline {parallel.pipeline} x data {ranks}; experts over {parallel.expert}",
+        f"batch     {train.global_batch_size:,} sequences{ramp} of {config.data.sequence_length:,} tokens: "
+        f"{micro_batches} x {train.micro_batch_size} per rank",
+        f"training  {train.steps:,} steps, {config.optimizer.name}, {train.precision}",
+    ]
