@@ -48,7 +48,8 @@ outer_packages := import sys, sysconfig; print(sysconfig.get_path("purelib") if 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "  Settings: PYTHON=..., VENV=.venv, TORCH_INDEX_URL=..., KEEP_TORCH=1, PYTEST_ARGS='...' (see docs/quickstart.md)"
+	@echo "  Settings: PYTHON, VENV, TORCH_INDEX_URL, TORCH_VERSION, KEEP_TORCH=1, MEGATRON_VERSION, PIP_FLAGS,"
+	@echo "  PYTEST_ARGS='...', QUICKSTART_ARGS='...' (see docs/quickstart.md)"
 
 setup: $(INSTALL_STAMP) ## make the virtual environment and install everything into it
 
