@@ -47,7 +47,10 @@ def field_references(schema: type[Section], prefix: str = "") -> Iterator[FieldR
     for key, field in schema.model_fields.items():
         name = f"{prefix}.{key}" if prefix else key
         yield FieldReference(
-            name, _values(field.annotation, field.metadata), _default(field), " ".join((field.description or "").split())
+            name,
+            _values(field.annotation, field.metadata),
+            _default(field),
+            " ".join((field.description or "").split()),
         )
         for path, inner in _sections(field.annotation, name):
             yield from field_references(inner, path)
