@@ -39,7 +39,6 @@ def generate(
     model, config = restore_model(folder, device, mtp_depths=0)
     text = Tokenizer.load(tokenizer or folder)
     tokens = text.encode(prompt) or [text.eod_id]
-    typer.echo(prompt, nl=False)
     if text.vocab_size > model.spec.vocab_size:
         raise UserError(
             f"the tokenizer has {text.vocab_size} tokens and the model {model.spec.vocab_size}: it is another model's"
@@ -47,6 +46,7 @@ def generate(
     length = config.data.sequence_length
     if len(tokens) + max_new_tokens > length:
         typer.echo(f"note: the model was trained on sequences of {length} tokens, this one gets longer", err=True)
+    typer.echo(prompt, nl=False)
     decoder = text.stream_decoder()
     for token in sample_tokens(model, tokens, max_new_tokens, temperature, top_p, text.eod_id, seed):
         typer.echo(decoder.push(token), nl=False)

@@ -11,7 +11,9 @@ import typer
 def pretrain(
     file: Annotated[Path, typer.Argument(help="Training configuration (YAML).")],
     overrides: Annotated[Optional[list[str]], typer.Argument(help="Overrides such as train.steps=100.")] = None,  # noqa: UP045
-    nproc: Annotated[int, typer.Option(min=1, help="Local processes to start.")] = 1,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Local processes to start; 1 by default. Not under torchrun or srun.")
+    ] = None,
     fresh: Annotated[bool, typer.Option(help="Start over: delete this run's earlier checkpoints and log.")] = False,
 ) -> None:
     """Pre-train a model.
@@ -22,14 +24,18 @@ def pretrain(
     """
     from steptron.config.checks import check
     from steptron.config.loader import load
+    from steptron.errors import UserError
     from steptron.platform import distributed, launch
 
     config = load(file, overrides or []).config
     joining = launch.under_launcher()
-    check(
-        config, world_size=distributed.world().size if joining else nproc, device=config.train.device, check_data=True
-    )
-    if nproc > 1 and not joining:
+    world = distributed.world()
+    if joining and nproc not in (None, world.size, world.local_size):
+        raise UserError(
+            f"--nproc {nproc}, but torchrun or srun has started this process as one of {world.size}: leave --nproc out"
+        )
+    check(config, world_size=world.size if joining else nproc or 1, check_data=True)
+    if nproc is not None and nproc > 1 and not joining:
         arguments = ["pretrain", str(file), *(overrides or []), *(["--fresh"] if fresh else [])]
         raise typer.Exit(launch.run_local(nproc, arguments))
 
