@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ def main() -> int:
 
     from steptron.platform import distributed
 
+    warnings.simplefilter("ignore", FutureWarning)  # deprecations inside the engine
     distributed.start("cpu", threads=None, timeout_seconds=60)
     checks = verify(run)
     for check in checks:
