@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ def generate(
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     tokenizer: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="tokenizer.json or its folder; the checkpoint's own by default."),
     ] = None,
 ) -> None:

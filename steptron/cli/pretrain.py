@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 
 def pretrain(
     file: Annotated[Path, typer.Argument(help="Training configuration (YAML).")],
-    overrides: Annotated[Optional[list[str]], typer.Argument(help="Overrides such as train.steps=100.")] = None,  # noqa: UP045
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides such as train.steps=100.")] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Local processes to start; 1 by default. Not under torchrun or srun.")
     ] = None,
-    fresh: Annotated[bool, typer.Option(help="Start over: delete this run's earlier checkpoints and log.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over: delete this run's earlier checkpoints and log.")
+    ] = False,
 ) -> None:
     """Pre-train a model.
 
