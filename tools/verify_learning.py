@@ -85,22 +85,21 @@ def verify(run: Path, max_sequences: int = 64) -> list[Check]:
 @torch.no_grad()
 def measure(model: StepModel, batches: list[MicroBatch]) -> tuple[list[float], float]:
     """Mean losses [main, MTP 1, …] in nats, and the smallest expert's tokens over its layer's mean."""
-    from steptron.model.balance import BalanceContext
-    from steptron.model.mtp import mtp_loss_mask
+    from megatron.core import parallel_state
 
+    from steptron.model.balance import BalanceContext
+    from steptron.train.losses import count_tokens
+
+    counts = count_tokens(batches, model.mtp_depths, parallel_state.get_data_parallel_group())
     sums = torch.zeros(1 + model.mtp_depths, dtype=torch.float64)
-    targets = torch.zeros_like(sums)
     tokens: dict[int, torch.Tensor] = {}
-    for batch in batches:
-        valid = batch.documents_BS.t().flatten() >= 0
-        balance = BalanceContext(1, 0.0, valid, int(valid.sum()))
+    for batch, num_valid in zip(batches, counts.local_valid, strict=True):
+        balance = BalanceContext(1, 0.0, batch.documents_BS.t().flatten() >= 0, num_valid)
         sums += model(batch, balance).double()
-        masks = [batch.loss_mask_BS, *(mtp_loss_mask(batch, k + 1) for k in range(model.mtp_depths))]
-        targets += torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.float64)
         for index, layer in balance.layers.items():
             tokens[index] = tokens.get(index, 0) + layer.tokens_per_expert_E
-    share = min(float(counts.min() / counts.double().mean()) for counts in tokens.values())
-    return (sums / targets).tolist(), share
+    share = min(float(tokens_E.min() / tokens_E.double().mean()) for tokens_E in tokens.values())
+    return (sums / torch.tensor(counts.targets)).tolist(), share
 
 
 @contextmanager

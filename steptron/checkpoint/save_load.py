@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from steptron.errors import UserError
 from steptron.model.assembly import StepModel
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
+from steptron.platform.distributed import on_first_rank
 
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
 """Copied from the training data, so that a checkpoint is enough to write text."""
@@ -159,20 +160,3 @@ def _publish(temporary: Path, final: Path, manifest: Manifest, config: PretrainC
         final.rename(final.with_suffix(".partial"))
     temporary.rename(final)
     shutil.rmtree(final.with_suffix(".partial"), ignore_errors=True)
-
-
-def on_first_rank(failure_title: str, action: Callable[[], None]) -> None:
-    """Runs a file-system action on rank 0; a failure there is raised on every rank.
-
-    Raises:
-        UserError: ``failure_title`` and what went wrong.
-    """
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except Exception as error:
-            failure[0] = str(error) or repr(error)
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise UserError(f"{failure_title}: {failure[0]}")

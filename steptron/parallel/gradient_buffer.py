@@ -99,17 +99,24 @@ class GradientBuffer:
 
 
 class DataParallel(MegatronModule):
-    """A model stage with its gradient buffers, behind the interface that Megatron's schedules drive."""
+    """A model stage with its gradient buffers, behind the interface that Megatron's schedules drive.
+
+    Attributes:
+        buffers: of the parameters that all data-parallel ranks hold, and of the experts.
+        norm_gradients: the gradients of each buffer that count in the global norm: all but that of the last
+            stage's copy of the embedding, which the first stage counts.
+    """
 
     def __init__(self, module: StepModel, data_group: dist.ProcessGroup, expert_data_group: dist.ProcessGroup) -> None:
         super().__init__(module.config)
         self.module = module
         expert_names = {parameter.name for parameter in module.spec.parameters() if parameter.is_expert}
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.buffers = [
-            GradientBuffer([p for name, p in trained if name not in expert_names], data_group),
-            GradientBuffer([p for name, p in trained if name in expert_names], expert_data_group),
-        ]
+        shared = [p for name, p in trained if name not in expert_names]
+        experts = [p for name, p in trained if name in expert_names]
+        self.buffers = [GradientBuffer(shared, data_group), GradientBuffer(experts, expert_data_group)]
+        copy = module.embedding.weight if module.embedding_is_copy else None
+        self.norm_gradients = [[p.main_grad for p in parameters if p is not copy] for parameters in (shared, experts)]
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         return self.module(*args, **kwargs)

@@ -21,15 +21,8 @@ def gradient_norm(model: DataParallel, mesh: Mesh) -> float:
     expert-parallel ranks too; the last stage's copy of the embedding does not count. Squares are
     added in float64.
     """
-    expert_names = {parameter.name for parameter in model.module.spec.parameters() if parameter.is_expert}
-    shared: list[torch.Tensor] = []
-    experts: list[torch.Tensor] = []
-    for name, parameter in model.module.named_parameters():
-        if not parameter.requires_grad or (name == "embedding.weight" and model.module.embedding_is_copy):
-            continue
-        (experts if name in expert_names else shared).append(parameter.main_grad)
     device = model.buffers[0].data.device
-    squares = torch.stack([_sum_of_squares(shared, device), _sum_of_squares(experts, device)])
+    squares = torch.stack([_sum_of_squares(gradients, device) for gradients in model.norm_gradients])
     squares[1] = _add_up(squares[1:], mesh.groups.ep)[0]
     return float(_add_up(squares, mesh.groups.pp).sum().sqrt())
 

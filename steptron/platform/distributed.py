@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
@@ -17,7 +18,7 @@ from steptron.platform.device import backend, select_device, set_threads
 from steptron.platform.launch import LISTEN_FD
 from steptron.platform.world import World, world
 
-__all__ = ["World", "initialize", "meet", "shutdown", "world"]
+__all__ = ["World", "initialize", "on_first_rank", "meet", "shutdown", "start", "world"]
 
 _NAMED_RANKS = 16  # absent ranks that a message lists
 
@@ -79,6 +80,23 @@ def shutdown() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def on_first_rank(failure_title: str, action: Callable[[], None]) -> None:
+    """Runs a file-system action on rank 0; a failure there is raised on every rank.
+
+    Raises:
+        UserError: ``failure_title`` and what went wrong.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as error:
+            failure[0] = str(error) or repr(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise UserError(f"{failure_title}: {failure[0]}")
 
 
 def _take_gpu(place: World) -> None:

@@ -14,7 +14,6 @@ from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import checkpoint_folder, list_checkpoints
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
 from steptron.checkpoint.resume import changes
-from steptron.checkpoint.save_load import on_first_rank
 from steptron.config.schema import PretrainConfig
 from steptron.config.summary import summary
 from steptron.data.batch import MicroBatch
@@ -25,6 +24,7 @@ from steptron.optim.schedule import bias_update_rate, learning_rate
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.planning.parameters import count_parameters
 from steptron.platform import determinism
+from steptron.platform.distributed import on_first_rank
 from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.meter import Meter
 from steptron.train.plot import plot_losses
