@@ -38,11 +38,13 @@ VENV_STAMP := $(VENV)/.stamp-venv
 TORCH_STAMP := $(VENV)/.stamp-torch-$(TORCH_VERSION)$(if $(TORCH_INDEX_URL),-$(call checksum,$(TORCH_INDEX_URL)))
 endif
 INSTALL_STAMP := $(VENV)/.stamp-installed$(if $(MEGATRON_VERSION),-$(MEGATRON_VERSION))
+NATIVE_STAMP := $(VENV)/.stamp-native
+NATIVE_SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h') kernels/steptron_kernels/build.py
 
 # --system-site-packages shows the packages of a system Python; those of a virtual environment need their path.
 outer_packages := import sys, sysconfig; print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
 
-.PHONY: help setup quickstart test test-py312 lint format bench clean distclean
+.PHONY: help setup native quickstart test test-py312 lint format bench clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -51,7 +53,11 @@ help: ## list the targets
 	@echo "  Settings: PYTHON, VENV, TORCH_INDEX_URL, TORCH_VERSION, KEEP_TORCH=1, MEGATRON_VERSION, PIP_FLAGS,"
 	@echo "  PYTEST_ARGS='...', QUICKSTART_ARGS='...' (see docs/quickstart.md)"
 
-setup: $(INSTALL_STAMP) ## make the virtual environment and install everything into it
+setup: $(INSTALL_STAMP) $(NATIVE_STAMP) ## make the virtual environment and install everything into it
+
+native: | $(INSTALL_STAMP) ## compile the native CPU kernels again
+	@rm -f $(NATIVE_STAMP)
+	@$(MAKE) --no-print-directory $(NATIVE_STAMP)
 
 $(VENV_STAMP):
 	@python=$$(PYTHON='$(PYTHON)' WANT='$(WANT)' SETTING='$(SETTING)' sh tools/preflight.sh) && \
@@ -75,8 +81,8 @@ $(VENV)/.stamp-torch-$(TORCH_VERSION): $(VENV_STAMP)
 	@$(PIP) install $(PIP_FLAGS) 'torch==$(TORCH_VERSION)'
 	@rm -f $(VENV)/.stamp-torch-* && touch $@
 
-# The constraint keeps the chosen torch: no dependency may replace it. In compat mode the package is found before a
-# folder of the same name in the current directory, such as the clone seen from its parent.
+# The constraint keeps the chosen torch: no dependency may replace it. Without build isolation the native CPU kernels are
+# compiled against that torch.
 $(INSTALL_STAMP): setup.py pyproject.toml | $(TORCH_STAMP)
 	@echo "==> Installing Steptron, Megatron-Core and the development tools (about 0.2 GB to download, one to three minutes)"
 	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(VENV)/constraints.txt
@@ -84,8 +90,14 @@ $(INSTALL_STAMP): setup.py pyproject.toml | $(TORCH_STAMP)
 	if [ -z "$$megatron" ]; then \
 		megatron=$$($(PY) -c 'import sys; print("0.16.1" if sys.version_info < (3, 12) else "0.19.2")'); \
 	fi; \
-	$(PIP) install $(PIP_FLAGS) -c $(VENV)/constraints.txt "megatron-core==$$megatron" --config-settings editable_mode=compat -e '.[dev]'
-	@rm -f $(VENV)/.stamp-installed* && touch $@
+	$(PIP) install $(PIP_FLAGS) 'setuptools>=77' ninja && \
+	$(PIP) install $(PIP_FLAGS) --no-build-isolation -c $(VENV)/constraints.txt "megatron-core==$$megatron" -e '.[dev]'
+	@rm -f $(VENV)/.stamp-installed* && touch $@ $(NATIVE_STAMP)
+
+$(NATIVE_STAMP): $(NATIVE_SOURCES) | $(INSTALL_STAMP)
+	@echo "==> Compiling the native CPU kernels (about a minute)"
+	@$(PY) setup.py -q build_ext --inplace
+	@touch $@
 
 # ------------------------------------------------------------------------------------------ use
 quickstart: setup ## text -> tokenizer -> pre-training of a small model -> generated text, on this machine

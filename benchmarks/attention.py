@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import interleave, median, print_result, print_table
-from steptron.model.attention_core import chunked_attention, visible_keys
 from steptron.model.norm import ZeroCentredRMSNorm
+from steptron_kernels.attention.plain import attention, visible_keys
 
 THREADS = 2
 SEQUENCE, BATCH, HIDDEN, HEADS, GROUPS, HEAD_DIM, WINDOW = 512, 4, 256, 12, 2, 32, 64
@@ -53,9 +53,9 @@ def contenders() -> dict[str, Callable[[], None]]:
     x_SBH = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
     return {
         "sliding, torch": forward_and_backward(lambda q, k, v: sdpa(q, k, v, mask_SS), qkv),
-        "sliding, ours": forward_and_backward(lambda q, k, v: chunked_attention(q, k, v, window=WINDOW), qkv),
+        "sliding, ours": forward_and_backward(lambda q, k, v: attention(q, k, v, window=WINDOW), qkv),
         "full, torch": forward_and_backward(lambda q, k, v: sdpa(q, k, v, None), qkv),
-        "full, ours": forward_and_backward(lambda q, k, v: chunked_attention(q, k, v, window=None), qkv),
+        "full, ours": forward_and_backward(lambda q, k, v: attention(q, k, v, window=None), qkv),
         "norm, torch": forward_and_backward(
             lambda x: F.rms_norm(x, (HIDDEN,), 1.0 + norm.weight, eps=norm.eps), [x_SBH]
         ),

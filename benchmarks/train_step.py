@@ -1,8 +1,10 @@
-"""Training step (forward, backward, clipping, AdamW) against transformers' Step-3.7 text model, fp32.
+"""Training step (forward, backward, clipping, AdamW) against transformers' Step-3.7 text model.
 
-Both train the same architecture at the same size on the same tokens, in one process on two threads,
-taking turns. transformers runs with its fastest attention and expert implementation (tried first)
-and torch's fused AdamW. The ratio is transformers' median step time over ours.
+All train the same architecture at the same size on the same tokens, in one process on two threads,
+taking turns. transformers runs in fp32 with its fastest attention and expert implementation (tried
+first) and torch's fused AdamW. We run with fp32 products (`fp32`), with bfloat16 operands of the
+products where the processor has them (`bf16`), and with plain torch operations. A ratio is
+transformers' median step time over ours. A second table says where the time of a step goes.
 
     python -m benchmarks.train_step
 """
@@ -10,24 +12,33 @@ and torch's fused AdamW. The ratio is transformers' median step time over ours.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import interleave, median, print_result, print_table
+from steptron.profiling.breakdown import Breakdown, breakdown
+from steptron.profiling.categories import Category
+from steptron_kernels.extension import has_fast_bf16
+
+if TYPE_CHECKING:
+    from steptron.parallel.mesh import Mesh
 
 THREADS = 2
 BATCH, SEQUENCE, VOCABULARY, HIDDEN, LAYERS = 4, 512, 4096, 256, 8
 HEAD_DIM, FULL_HEADS, SLIDING_HEADS, GROUPS, WINDOW = 32, 8, 12, 2, 64
 DENSE, EXPERT, SHARED, EXPERTS, TOP_K = 704, 80, 80, 32, 4
 LEARNING_RATE = 1e-3
-TARGETS = {"fp32": 1.2}
+TARGETS = {"fp32": 2.0, "bf16": 3.0}
 
 Variant = tuple[str, str | None]
 """Attention and expert implementation of transformers."""
@@ -38,12 +49,21 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
 
 
-def steptron_step() -> Callable[[], float]:
+@functools.cache
+def single_process() -> Mesh:
+    """Process groups of this process alone, for all our contenders."""
+    from steptron.config.schema import ParallelConfig
+    from steptron.parallel.mesh import build_mesh
+    from steptron.platform import distributed
+
+    distributed.initialize(torch.device("cpu"), timeout_seconds=60)
+    return build_mesh(ParallelConfig())
+
+
+def steptron_step(kernels: str = "native", products: str = "fp32") -> Callable[[], float]:
     """Our step, as `steptron pretrain` runs it."""
     from steptron.config.schema import PretrainConfig
     from steptron.data.batch import MicroBatch
-    from steptron.parallel.mesh import build_mesh
-    from steptron.platform import distributed
     from steptron.train.step import TrainStep
 
     config = PretrainConfig.model_validate(
@@ -76,11 +96,17 @@ def steptron_step() -> Callable[[], float]:
             "loss": {"mtp_train_depths": 0},
             "data": {"train": [{"path": "unused"}], "sequence_length": SEQUENCE},
             "optimizer": {"lr": LEARNING_RATE},
-            "train": {"output": "unused", "steps": 1, "global_batch_size": BATCH, "micro_batch_size": BATCH},
+            "train": {
+                "output": "unused",
+                "steps": 1,
+                "global_batch_size": BATCH,
+                "micro_batch_size": BATCH,
+                "kernels": kernels,
+                "products": products,
+            },
         }
     )
-    distributed.initialize(torch.device("cpu"), timeout_seconds=60)
-    step = TrainStep(config, build_mesh(config.parallel), torch.device("cpu"))
+    step = TrainStep(config, single_process(), torch.device("cpu"))
     ids = tokens()
     batch = MicroBatch(
         tokens_BS=ids[:, :-1].contiguous(),
@@ -213,33 +239,61 @@ def _measure_memory(make: Callable[[], Callable[[], float]], queue: multiprocess
     queue.put(int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))) * 1024)
 
 
+def shares(step: Callable[[], float], steps: int = 5) -> Breakdown:
+    """Where the time of a contender's step goes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        seconds = time.perf_counter() - start
+    return breakdown(profiler, seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each contender")
     rounds = parser.parse_args().rounds
     warnings.filterwarnings("ignore")
     torch.set_num_threads(THREADS)
-    ours = steptron_step()
-    best, theirs = fastest_transformers()
-    seconds = interleave({"steptron": ours, "transformers": theirs}, rounds)
-    memory = {
-        "steptron": peak_memory(steptron_step),
-        "transformers": peak_memory(partial(transformers_step, *best)),
+    makers: dict[str, Callable[[], Callable[[], float]]] = {"fp32": steptron_step}
+    if has_fast_bf16():
+        makers["bf16"] = partial(steptron_step, products="bf16")
+    else:
+        print("this processor has neither AVX512-BF16 nor AMX: bf16 products are left out")
+    makers["plain"] = partial(steptron_step, kernels="plain")
+    contenders = {name: make() for name, make in makers.items()}
+    best, contenders["transformers"] = fastest_transformers()
+    makers["transformers"] = partial(transformers_step, *best)
+    seconds = interleave(contenders, rounds)
+    memory = {name: peak_memory(make) for name, make in makers.items()}
+    labels = {
+        "fp32": "steptron, fp32 products",
+        "bf16": "steptron, bf16 products",
+        "plain": "steptron, plain torch operations",
+        "transformers": f"transformers ({_name(*best)})",
     }
-    ratio = median(seconds["transformers"]) / median(seconds["steptron"])
+    reference = median(seconds["transformers"])
     rows = [
         [
-            f"transformers ({_name(*best)})" if name == "transformers" else name,
+            labels[name],
             f"{median(values):.3f}",
             f"{min(values):.3f}",
             f"{BATCH * SEQUENCE / median(values):,.0f}",
+            f"{reference / median(values):.2f}",
             f"{memory[name] / 2**20:,.0f}",
         ]
         for name, values in seconds.items()
     ]
-    columns = ["contender", "median s/step", "fastest", "tokens/s", "peak memory, MiB"]
-    print_table(f"Training step, fp32, {THREADS} threads, {rounds} rounds", columns, rows)
-    print_result("train_step", {"fp32": ratio}, TARGETS)
+    columns = ["contender", "median s/step", "fastest", "tokens/s", "ratio", "peak memory, MiB"]
+    print_table(f"Training step, {THREADS} threads, {rounds} rounds", columns, rows)
+    found = {name: shares(step) for name, step in contenders.items()}
+    print_table(
+        "Share of the step's time, %",
+        ["category", *found],
+        [[category.value, *(f"{100 * one.share(category):.1f}" for one in found.values())] for category in Category],
+    )
+    ratios = {name: reference / median(seconds[name]) for name in ("fp32", "bf16") if name in seconds}
+    print_result("train_step", ratios, {name: TARGETS[name] for name in ratios})
 
 
 if __name__ == "__main__":

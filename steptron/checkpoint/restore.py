@@ -14,6 +14,7 @@ from steptron.model.layer_spec import model_spec
 from steptron.model.stages import Stage
 from steptron.model.transformer_config import DTYPES, transformer_config
 from steptron.parallel.mesh import build_mesh
+from steptron_kernels.select import select
 
 
 def restore_model(
@@ -30,7 +31,9 @@ def restore_model(
     single = ParallelConfig(timeout_seconds=config.parallel.timeout_seconds)
     mesh = build_mesh(single)
     spec = model_spec(config.model)
-    engine = transformer_config(config.model, single, DTYPES[config.train.precision])
+    dtype = DTYPES[config.train.precision]
+    # Whatever the run used on its machines, this one computes with what it has.
+    engine = transformer_config(config.model, single, dtype, kernels=select("auto", "fp32", device, dtype))
     with torch.device(device):
         model = StepModel(spec, Stage.whole(len(spec.layers)), engine, mesh.groups, mtp_depths)
     load_model(folder, model, mesh)

@@ -9,7 +9,15 @@ from steptron.config.schema import PretrainConfig
 from steptron.errors import UserError
 
 _FIXED = ("model.", "optimizer.name", "train.precision")
-_FREE = ("model.init.", "train.output", "train.device", "train.threads", "train.logging.", "parallel.timeout_seconds")
+_FREE = (
+    "model.init.",
+    "train.output",
+    "train.device",
+    "train.threads",
+    "train.kernels",
+    "train.logging.",
+    "parallel.timeout_seconds",
+)
 """Initial values are used up; the others say where and how a process works, not what it computes."""
 
 

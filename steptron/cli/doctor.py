@@ -8,7 +8,7 @@ import typer
 
 
 def doctor(
-    nproc: Annotated[int, typer.Option(min=2, help="Processes of the self-test.")] = 2,
+    nproc: Annotated[int, typer.Option(min=2, help="Local processes: their threads, and the self-test.")] = 2,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that the self-test may take.")] = 120.0,
 ) -> None:
     """Test this machine and say what to mend.
@@ -21,7 +21,7 @@ def doctor(
     from steptron.platform import doctor as examination
 
     console = Console()
-    reports = [examination.collect()]
+    reports = [examination.collect(nproc)]
     _print(console, reports[0])
     if not reports[0].failed:
         with console.status(f"self-test in {nproc} processes"):

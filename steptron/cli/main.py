@@ -11,6 +11,7 @@ import typer
 
 from steptron import __version__
 from steptron.cli.lazy import LazyCommand, LazyGroup
+from steptron.platform import threads
 
 
 class _SteptronGroup(LazyGroup):
@@ -57,8 +58,5 @@ def main() -> None:
     # Deprecations inside the engine are ours to follow up, not the user's.
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"(torch|megatron)\.")
-    # Waiting OpenMP threads spin for so long by default that one busy neighbour slows a step tenfold; this
-    # costs a few per cent on an idle machine. Read when torch loads; a value that is set is kept.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.update(threads.default_environment())
     app(prog_name="steptron")

@@ -17,6 +17,14 @@ def pretrain(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: delete this run's earlier checkpoints and log.")
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="STEPS", help="Steps to profile, such as 20, 20-22 or 20-22,100; see docs/profiling.md."),
+    ] = None,
+    profile_ranks: Annotated[
+        str | None,
+        typer.Option(metavar="RANKS", help="Ranks that write a profile, such as 0,8 or 0-7; rank 0 by default."),
+    ] = None,
 ) -> None:
     """Pre-train a model.
 
@@ -28,6 +36,7 @@ def pretrain(
     from steptron.config.loader import load
     from steptron.errors import UserError
     from steptron.platform import distributed, launch
+    from steptron.profiling.request import parse_request
 
     config = load(file, overrides or []).config
     joining = launch.under_launcher()
@@ -36,9 +45,15 @@ def pretrain(
         raise UserError(
             f"--nproc {nproc}, but torchrun or srun has started this process as one of {world.size}: leave --nproc out"
         )
-    check(config, world_size=world.size if joining else nproc or 1, check_data=True)
+    world_size = world.size if joining else nproc or 1
+    if profile_ranks is not None and profile is None:
+        raise UserError("--profile-ranks says which ranks profile; add --profile to say which steps")
+    request = None if profile is None else parse_request(profile, profile_ranks, config.train.steps, world_size)
+    check(config, world_size=world_size, check_data=True)
     if nproc is not None and nproc > 1 and not joining:
         arguments = ["pretrain", str(file), *(overrides or []), *(["--fresh"] if fresh else [])]
+        for option, value in (("--profile", profile), ("--profile-ranks", profile_ranks)):
+            arguments += [] if value is None else [option, value]
         raise typer.Exit(launch.run_local(nproc, arguments))
 
     device = distributed.start(config.train.device, config.train.threads, config.parallel.timeout_seconds)
@@ -46,7 +61,7 @@ def pretrain(
     from steptron.train.loop import Pretraining
     from steptron.train.stop import STOPPED_EXIT_CODE
 
-    complete = Pretraining(config, device, fresh).run()
+    complete = Pretraining(config, device, fresh, request).run()
     distributed.shutdown()
     if not complete:
         raise typer.Exit(STOPPED_EXIT_CODE)

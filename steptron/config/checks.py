@@ -22,6 +22,7 @@ from steptron.config.schema import (
     TrainConfig,
 )
 from steptron.errors import ConfigError
+from steptron_kernels.extension import has_fast_bf16
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
 _ROW_MULTIPLE = {"fp32": 4, "bf16": 8}
@@ -60,6 +61,7 @@ def check(
         *_batch(config, world_size),
         *_schedule(config),
         *_machine(config.train, device),
+        *_kernels(config.train, device),
         *_output(config.train.output),
         *(_data_folders(config) if check_data else ()),
     ]
@@ -375,6 +377,19 @@ def _machine(train: TrainConfig, device: str) -> Iterator[str]:
             f"train.logging.wandb_project is {train.logging.wandb_project!r}, but Weights & Biases is not installed: "
             "`pip install wandb`, or set it to null"
         )
+
+
+def _kernels(train: TrainConfig, device: str) -> Iterator[str]:
+    asked = [f"train.{name} is {value}" for name, value in (("kernels", train.kernels), ("products", train.products))]
+    for text, explicit in zip(asked, (train.kernels == "native", train.products == "bf16"), strict=True):
+        if explicit and train.precision != "fp32":
+            yield f"{text}, which is for train.precision fp32 (it is {train.precision}): set it to auto"
+        elif explicit and train.device != "cpu" and (train.device == "cuda" or device == "cuda" or _has_cuda()):
+            yield f"{text}, which is for CPUs, but the run is on a GPU: set it to auto, or train.device to cpu"
+    if train.products == "bf16" and train.kernels == "plain":
+        yield "train.products is bf16, which needs the native kernels, but train.kernels is plain: set one to auto"
+    elif train.products == "bf16" and train.precision == "fp32" and not has_fast_bf16():
+        yield "train.products is bf16, but this processor has neither AVX512-BF16 nor AMX: set it to fp32 or auto"
 
 
 def _has_cuda() -> bool:

@@ -338,11 +338,21 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="dtype of parameters and residual; bf16 keeps fp32 master weights"
     )
+    products: Literal["auto", "fp32", "bf16"] = Field(
+        "fp32",
+        description="operands of matrix products under precision fp32 on CPUs: bf16 rounds them and adds up in "
+        "float32 (needs AVX512-BF16 or AMX); auto takes bf16 where it is faster",
+    )
+    kernels: Literal["auto", "native", "plain"] = Field(
+        "auto",
+        description="operations on CPUs: native, compiled at installation, for precision fp32; plain, of torch; auto "
+        "takes native where it can be used",
+    )
     seed: NonNegativeInt = Field(1234, description="seed of the initial values")
     deterministic: bool = Field(False, description="use only deterministic operations")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto takes CUDA where there is one")
     threads: Annotated[int, Field(gt=0, le=4096)] | None = Field(
-        None, description="CPU threads per process; the cores shared evenly when unset"
+        None, description="CPU threads per process; when unset, OMP_NUM_THREADS or its share of the physical cores"
     )
     peak_tflops: PositiveFloat | None = Field(
         None, description="peak of one device in TFLOP/s, for MFU; known GPUs are looked up"

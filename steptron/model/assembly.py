@@ -10,20 +10,19 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.data.batch import MicroBatch
 from steptron.model.balance import BalanceContext
 from steptron.model.block import TransformerLayer
 from steptron.model.layer_spec import ModelSpec
 from steptron.model.linear import column_parallel, leave_uninitialised
-from steptron.model.loss import linear_cross_entropy
 from steptron.model.moe import MoeFfn
 from steptron.model.mtp import MtpDepth, mtp_loss_mask
-from steptron.model.norm import ZeroCentredRMSNorm
+from steptron.model.norm import build_norm
 from steptron.model.router import Router
 from steptron.model.sequence import SequenceContext, SequenceShard, shift_left
 from steptron.model.stages import Stage
+from steptron.model.transformer_config import StepConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class StepModel(MegatronModule):
         self,
         spec: ModelSpec,
         stage: Stage,
-        config: TransformerConfig,
+        config: StepConfig,
         groups: ProcessGroupCollection,
         mtp_depths: int | None = None,
         freeze_router: bool = False,
@@ -78,7 +77,7 @@ class StepModel(MegatronModule):
             {str(index): TransformerLayer(spec.layers[index], config, groups) for index in stage.layers}
         )
         if stage.is_last:
-            self.final_norm = ZeroCentredRMSNorm(spec.hidden_size, spec.norm_eps, dtype=config.params_dtype)
+            self.final_norm = build_norm(spec.hidden_size, spec.norm_eps, config)
             self.head = column_parallel(spec.hidden_size, spec.vocab_size, config, groups.tp)
             self.mtp = torch.nn.ModuleList(MtpDepth(depth, config, groups) for depth in spec.mtp)
             self.mtp[self.mtp_depths :].requires_grad_(False)
@@ -127,7 +126,7 @@ class StepModel(MegatronModule):
         sequence = _sequence(batch)
         outputs = self._heads(self._run_layers(batch, sequence, None), batch, sequence)
         main, _ = self.head(outputs.main_SBH)
-        mtp = [torch.nn.functional.linear(hidden, self._mtp_head(k)) for k, hidden in enumerate(outputs.mtp_SBH)]
+        mtp = [self.config.kernels.linear(hidden, self._mtp_head(k)) for k, hidden in enumerate(outputs.mtp_SBH)]
         stacked = torch.stack([main, *mtp]).transpose(1, 2).float()
         return stacked[0], stacked[1:]
 
@@ -160,11 +159,12 @@ class StepModel(MegatronModule):
         own = self._running_depths()[k].head
         return (self.head if own is None else own).weight
 
-    @staticmethod
     def _loss(
-        hidden_SBH: torch.Tensor, weight: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
+        self, hidden_SBH: torch.Tensor, weight: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
     ) -> torch.Tensor:
-        return linear_cross_entropy(hidden_SBH.flatten(0, 1), weight, labels_BS.t().flatten(), mask_BS.t().flatten())
+        return self.config.kernels.linear_cross_entropy(
+            hidden_SBH.flatten(0, 1), weight, labels_BS.t().flatten(), mask_BS.t().flatten()
+        )
 
 
 def _sequence(batch: MicroBatch) -> SequenceContext:

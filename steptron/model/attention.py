@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from steptron.model.attention_core import attend
 from steptron.model.layer_spec import AttentionSpec
 from steptron.model.linear import column_parallel, row_parallel
-from steptron.model.norm import ZeroCentredRMSNorm
-from steptron.model.rope import apply_rope, rope_tables
+from steptron.model.norm import build_norm
+from steptron.model.rope import rope_tables
 from steptron.model.sequence import SequenceContext
+from steptron.model.transformer_config import StepConfig
 
 
 class SelfAttention(MegatronModule):
@@ -35,7 +35,7 @@ class SelfAttention(MegatronModule):
         spec: AttentionSpec,
         hidden_size: int,
         norm_eps: float,
-        config: TransformerConfig,
+        config: StepConfig,
         tp_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         """
@@ -57,16 +57,14 @@ class SelfAttention(MegatronModule):
                 "(set parallel.tensor to 1)"
             )
         self.spec = spec
-        heads, groups = spec.num_heads // tensor_ranks, spec.num_kv_groups // tensor_ranks
-        self._local_sizes = [heads * spec.head_dim, groups * spec.head_dim, groups * spec.head_dim]
-        if spec.gate:
-            self._local_sizes.append(heads)
-        self.input_projection = column_parallel(hidden_size, sum(self._local_sizes) * tensor_ranks, config, tp_group)
-        self.query_norm = ZeroCentredRMSNorm(spec.head_dim, norm_eps, dtype=config.params_dtype)
-        self.key_norm = ZeroCentredRMSNorm(spec.head_dim, norm_eps, dtype=config.params_dtype)
+        self._num_heads, self._num_groups = spec.num_heads // tensor_ranks, spec.num_kv_groups // tensor_ranks
+        projected_size = (spec.num_heads + 2 * spec.num_kv_groups) * spec.head_dim + spec.num_heads * spec.gate
+        self.input_projection = column_parallel(hidden_size, projected_size, config, tp_group)
+        self.query_norm = build_norm(spec.head_dim, norm_eps, config)
+        self.key_norm = build_norm(spec.head_dim, norm_eps, config)
         self.output_projection = row_parallel(spec.query_size, hidden_size, config, tp_group)
         if spec.sink:
-            self.sink = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            self.sink = nn.Parameter(torch.zeros(self._num_heads, dtype=config.params_dtype))
         else:
             self.register_parameter("sink", None)
 
@@ -79,24 +77,24 @@ class SelfAttention(MegatronModule):
         Returns:
             [S, B, H], to be added to the residual.
         """
-        head_dim = self.spec.head_dim
+        spec, kernels = self.spec, self.config.kernels
         projected, _ = self.input_projection(h_SBH)
-        q, k, v, *gate = projected.split(self._local_sizes, dim=-1)
-        q_SBnD, k_SBgD, v_SBgD = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
         cos, sin = context.once(
-            ("rope", self.spec.rope, h_SBH.dtype),
-            lambda: rope_tables(self.spec.rope, context.positions_BS, h_SBH.dtype),
+            ("rope", spec.rope, h_SBH.dtype), lambda: rope_tables(spec.rope, context.positions_BS, h_SBH.dtype)
         )
-        q_SBnD = apply_rope(self.query_norm(q_SBnD), cos, sin)
-        k_SBgD = apply_rope(self.key_norm(k_SBgD), cos, sin)
-        o_SBnD = attend(q_SBnD, k_SBgD, v_SBgD, context, self.spec.window, self.sink)
-        if self.spec.gate:
-            o_SBnD = gate_heads(o_SBnD, gate[0])
+        q_SBnD, k_SBgD, v_SBgD, gate_SBn = kernels.qk_norm_rope(
+            projected,
+            self.query_norm.weight,
+            self.key_norm.weight,
+            cos,
+            sin,
+            self._num_heads,
+            self._num_groups,
+            self.query_norm.eps,
+            spec.gate,
+        )
+        o_SBnD = attend(q_SBnD, k_SBgD, v_SBgD, context, spec.window, self.sink, kernels.attention)
+        if gate_SBn is not None:
+            o_SBnD = kernels.head_gate(o_SBnD, gate_SBn)
         output_SBH, _ = self.output_projection(o_SBnD.flatten(2))
         return output_SBH
-
-
-def gate_heads(o_SBnD: Tensor, gate_SBn: Tensor) -> Tensor:
-    """``o * sigmoid(gate)`` per head; the sigmoid and the product are float32 (float64 for float64)."""
-    weight_SBn = torch.sigmoid(gate_SBn.to(torch.promote_types(gate_SBn.dtype, torch.float32)))
-    return (o_SBnD * weight_SBn.unsqueeze(-1)).to(o_SBnD.dtype)

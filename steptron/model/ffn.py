@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from steptron.model.activation import clamped_swiglu
 from steptron.model.layer_spec import DenseFfnSpec
 from steptron.model.linear import column_parallel, row_parallel
+from steptron.model.transformer_config import StepConfig
 
 
 class DenseFfn(MegatronModule):
     """down(swiglu(gate_up(x))); the rows of ``gate_up_projection`` are gate, then up."""
 
     def __init__(
-        self, spec: DenseFfnSpec, hidden_size: int, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup
+        self, spec: DenseFfnSpec, hidden_size: int, config: StepConfig, tp_group: torch.distributed.ProcessGroup
     ) -> None:
         super().__init__(config)
         self.spec = spec
+        self._swiglu = config.kernels.swiglu
         self.gate_up_projection = column_parallel(hidden_size, 2 * spec.hidden_size, config, tp_group)
         self.down_projection = row_parallel(spec.hidden_size, hidden_size, config, tp_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""
         gate_up, _ = self.gate_up_projection(x)
-        output, _ = self.down_projection(clamped_swiglu(gate_up, self.spec.clamp, self.spec.clamp_after_silu))
+        output, _ = self.down_projection(self._swiglu(gate_up, self.spec.clamp, self.spec.clamp_after_silu))
         return output

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
+
+from steptron.model.transformer_config import StepConfig
 
 
 def leave_uninitialised(weight: torch.Tensor) -> torch.Tensor:
@@ -12,15 +15,30 @@ def leave_uninitialised(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+class _ColumnParallelLinear(ColumnParallelLinear):
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # With one tensor-parallel rank nothing is left of Megatron's product but the product.
+        if self.tp_group.size() == 1:
+            return self.config.kernels.linear(input, weight)
+        return super()._forward_impl(input, weight, *args, **kwargs)
+
+
+class _RowParallelLinear(RowParallelLinear):
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.tp_group.size() == 1:
+            return self.config.kernels.linear(input, weight)
+        return super()._forward_impl(input, weight, *args, **kwargs)
+
+
 def column_parallel(
     input_size: int,
     output_size: int,
-    config: TransformerConfig,
+    config: StepConfig,
     tp_group: torch.distributed.ProcessGroup | None,
     gather_output: bool = False,
 ) -> ColumnParallelLinear:
     """A matrix [output, input] whose rows are split over tensor-parallel ranks."""
-    return ColumnParallelLinear(
+    return _ColumnParallelLinear(
         input_size,
         output_size,
         config=config,
@@ -32,10 +50,10 @@ def column_parallel(
 
 
 def row_parallel(
-    input_size: int, output_size: int, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup | None
+    input_size: int, output_size: int, config: StepConfig, tp_group: torch.distributed.ProcessGroup | None
 ) -> RowParallelLinear:
     """A matrix [output, input] whose columns are split; its input already is."""
-    return RowParallelLinear(
+    return _RowParallelLinear(
         input_size,
         output_size,
         config=config,

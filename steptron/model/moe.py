@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.model.balance import AttachLoss, BalanceContext
 from steptron.model.dispatch import Dispatcher, ExpertParallelDispatcher, LocalDispatcher
@@ -13,6 +12,7 @@ from steptron.model.experts import GroupedExperts
 from steptron.model.ffn import DenseFfn
 from steptron.model.layer_spec import MoeFfnSpec
 from steptron.model.router import Router
+from steptron.model.transformer_config import StepConfig
 
 
 class MoeFfn(MegatronModule):
@@ -23,7 +23,7 @@ class MoeFfn(MegatronModule):
         spec: MoeFfnSpec,
         layer_index: int,
         hidden_size: int,
-        config: TransformerConfig,
+        config: StepConfig,
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
@@ -32,7 +32,9 @@ class MoeFfn(MegatronModule):
         self.experts = GroupedExperts(spec, hidden_size, spec.num_experts // groups.ep.size(), config)
         self.shared = DenseFfn(spec.shared, hidden_size, config, groups.tp)
         self.dispatcher: Dispatcher = (
-            LocalDispatcher() if groups.ep.size() == 1 else ExpertParallelDispatcher(spec.num_experts, config, groups)
+            LocalDispatcher(spec.num_experts, config)
+            if groups.ep.size() == 1
+            else ExpertParallelDispatcher(spec.num_experts, config, groups)
         )
 
     def forward(self, h: torch.Tensor, balance: BalanceContext | None) -> torch.Tensor:
@@ -43,6 +45,6 @@ class MoeFfn(MegatronModule):
             loss = balance.observe(self.layer_index, routing)
             if balance.coefficient:
                 h_TH = AttachLoss.apply(h_TH, loss)
-        x_NH, tokens_per_expert_E, weights_N, combine = self.dispatcher.dispatch(h_TH, routing)
-        routed_TH = combine(self.experts(x_NH, tokens_per_expert_E, weights_N))
+        x, tokens_per_expert_E, weights, plan, combine = self.dispatcher.dispatch(h_TH, routing)
+        routed_TH = combine(self.experts(x, tokens_per_expert_E, weights, plan))
         return (routed_TH + self.shared(h_TH)).view_as(h)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.data.batch import MicroBatch
 from steptron.model.block import TransformerLayer
 from steptron.model.layer_spec import MtpSpec
 from steptron.model.linear import column_parallel
-from steptron.model.norm import ZeroCentredRMSNorm
+from steptron.model.norm import build_norm
 from steptron.model.sequence import SequenceContext, shift_left
+from steptron.model.transformer_config import StepConfig
 
 
 class MtpDepth(MegatronModule):
@@ -21,15 +21,15 @@ class MtpDepth(MegatronModule):
     ``head`` is None when the depth uses the main model's output matrix.
     """
 
-    def __init__(self, spec: MtpSpec, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(self, spec: MtpSpec, config: StepConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config)
         self.spec = spec
-        hidden, eps, dtype = spec.layer.hidden_size, spec.layer.norm_eps, config.params_dtype
-        self.embedding_norm = ZeroCentredRMSNorm(hidden, eps, dtype=dtype)
-        self.hidden_norm = ZeroCentredRMSNorm(hidden, eps, dtype=dtype)
+        hidden, eps = spec.layer.hidden_size, spec.layer.norm_eps
+        self.embedding_norm = build_norm(hidden, eps, config)
+        self.hidden_norm = build_norm(hidden, eps, config)
         self.projection = column_parallel(2 * hidden, hidden, config, groups.tp, gather_output=True)
         self.layer = TransformerLayer(spec.layer, config, groups)
-        self.final_norm = ZeroCentredRMSNorm(hidden, eps, dtype=dtype)
+        self.final_norm = build_norm(hidden, eps, config)
         self.head = column_parallel(hidden, spec.vocab_size, config, groups.tp) if spec.own_head else None
 
     def forward(

@@ -1,68 +1,49 @@
-"""Zero-centred RMSNorm."""
+"""Zero-centred RMSNorm with its weight."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from steptron.model.transformer_config import StepConfig
+from steptron_kernels.rms_norm import plain
 
 
 class ZeroCentredRMSNorm(nn.Module):
-    """``y = cast(x32 * rsqrt(mean(x32^2) + eps) * (1 + w32))``, over the last dimension.
+    """:func:`steptron_kernels.rms_norm.plain.rms_norm` over the last dimension, with its weight.
 
-    The stored weight is gamma - 1, so weight decay pulls gamma to one (facts of the release, 2.1).
-    Statistics and products are float32 (float64 for float64 inputs), rounded once at the end.
+    The weight is gamma - 1 and starts at zero.
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype | None = None,
+        rms_norm: Callable[[Tensor, Tensor, float], Tensor] = plain.rms_norm,
+    ) -> None:
         """
         Args:
             size: extent of the last dimension.
             eps: added to the mean square.
             dtype: dtype of the weight; torch's default when None.
+            rms_norm: the version of the operation to call.
         """
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
+        self._rms_norm = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises [..., size]; the result has the dtype of ``x``."""
-        y: Tensor = _ZeroCentredRMSNorm.apply(x, self.weight, self.eps)
-        return y
+        return self._rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class _ZeroCentredRMSNorm(torch.autograd.Function):
-    """Keeps x and the inverse root mean square r alone.
-
-    With g = dy (1 + w) and N the size: ``dx = r g - x r^3 <g, x> / N`` and ``dw = sum dy x r``. Both
-    sums read one buffer, ``dy x``, which then holds dx; on CPU this is several times faster than
-    autograd through ``torch.nn.functional.rms_norm``, and as exact.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x32 = x.to(dtype)
-        buffer = x32 * x32
-        scale = buffer.sum(dim=-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
-        y = torch.mul(x32, scale, out=buffer).mul_(weight.to(dtype) + 1.0)
-        ctx.save_for_backward(x, weight, scale)
-        return y.to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        size = weight.shape[0]
-        x32, dy32, gamma = x.to(scale.dtype), dy.to(scale.dtype), weight.to(scale.dtype) + 1.0
-        buffer = torch.mul(dy32, x32, out=torch.empty_like(x32, memory_format=torch.contiguous_format))
-        g_dot_x = torch.mv(buffer.view(-1, size), gamma).view(scale.shape)
-        d_weight = buffer.mul_(scale).view(-1, size).sum(dim=0)
-        x_factor = scale.pow(3).mul_(g_dot_x).div_(-size)
-        dx = torch.mul(dy32, gamma, out=buffer).mul_(scale).addcmul_(x32, x_factor)
-        return dx.to(x.dtype), d_weight.to(weight.dtype), None
+def build_norm(size: int, eps: float, config: StepConfig) -> ZeroCentredRMSNorm:
+    """A norm with the dtype and the operation of the model."""
+    return ZeroCentredRMSNorm(size, eps, config.params_dtype, config.kernels.rms_norm)

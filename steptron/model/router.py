@@ -1,15 +1,14 @@
-"""The router: sigmoid scores in fp32, a selection bias, renormalised weights."""
+"""The router as a module, and what it hands on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.model.layer_spec import MoeFfnSpec
+from steptron.model.transformer_config import StepConfig
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,19 @@ class Routing:
 
 
 class Router(MegatronModule):
-    """Selects experts by score plus bias and weighs them by score alone.
+    """Selects experts by score plus bias and weighs them by score alone (see ``steptron_kernels.route.plain``).
 
-    p = sigmoid(W h) in fp32; S = top-k(p + b); w_e = scale * p_e / (sum over S of p + 1e-20). The
-    bias (``bias``, an fp32 buffer moved by the balance rule once per step) never enters the weights
-    and gets no gradient. Released model, ``Step3p5`` MoE gate; loss-free balancing as in
-    arXiv 2408.15664.
+    ``bias`` is an fp32 buffer that the balance rule moves once per step.
+
+    Args:
+        spec: the layer's experts.
+        hidden_size: H.
+        config: Megatron-Core's configuration, with the operations.
     """
 
     bias: torch.Tensor
 
-    def __init__(self, spec: MoeFfnSpec, hidden_size: int, config: TransformerConfig) -> None:
+    def __init__(self, spec: MoeFfnSpec, hidden_size: int, config: StepConfig) -> None:
         super().__init__(config)
         self.spec = spec
         self.weight = torch.nn.Parameter(torch.empty(spec.num_experts, hidden_size, dtype=config.params_dtype))
@@ -57,10 +58,6 @@ class Router(MegatronModule):
 
     def forward(self, h_TH: torch.Tensor) -> Routing:
         """Routes tokens; at least fp32 whatever the dtype of the residual stream."""
-        dtype = torch.promote_types(h_TH.dtype, torch.float32)
-        scores_TE = F.linear(h_TH.to(dtype), self.weight.to(dtype)).sigmoid()
-        with torch.no_grad():
-            experts_TK = torch.topk(scores_TE + self.bias, self.spec.top_k, dim=-1, sorted=False).indices
-        selected_TK = scores_TE.gather(1, experts_TK)
-        weights_TK = selected_TK * (self.spec.scaling_factor / (selected_TK.sum(dim=-1, keepdim=True) + 1e-20))
-        return Routing(experts_TK, weights_TK, scores_TE)
+        return Routing(
+            *self.config.kernels.route(h_TH, self.weight, self.bias, self.spec.top_k, self.spec.scaling_factor)
+        )

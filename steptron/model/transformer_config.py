@@ -7,19 +7,33 @@ differs from layer to layer lives in LayerSpec and is never looked up here.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steptron.config.schema import ModelConfig, ParallelConfig
+from steptron_kernels.select import PLAIN, Kernels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """By ``train.precision``."""
 
 
+@dataclass
+class StepConfig(TransformerConfig):
+    """Megatron-Core's configuration, and the operations that our modules call."""
+
+    kernels: Kernels = PLAIN
+
+
 def transformer_config(
-    model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, *, deterministic: bool = False
-) -> TransformerConfig:
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    deterministic: bool = False,
+    kernels: Kernels = PLAIN,
+) -> StepConfig:
     """Builds the engine's configuration.
 
     Args:
@@ -27,6 +41,7 @@ def transformer_config(
         parallel: the layout over processes.
         dtype: dtype of parameters and of tensors sent between pipeline stages.
         deterministic: ask Megatron's modules for deterministic operations.
+        kernels: the operations that our modules call.
     """
     # Megatron refuses layer counts that do not divide by the stages, though its schedules do not
     # care; our stages hold explicit lists of layers, so it is given a count that divides.
@@ -34,7 +49,8 @@ def transformer_config(
     with warnings.catch_warnings():
         # 0.16.1 warns about the default of a field that we do not set.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
-        return TransformerConfig(
+        return StepConfig(
+            kernels=kernels,
             num_layers=num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.full.num_heads,

@@ -1,8 +1,7 @@
-"""The device of this process, and its share of the CPU's cores."""
+"""The device of this process."""
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
@@ -33,23 +32,3 @@ def select_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def backend(device: torch.device) -> str:
     """Name of the communication backend of a device: "nccl" for CUDA, "gloo" for the CPU."""
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def available_cores() -> int:
-    """Cores that this process may run on (its affinity, which containers and schedulers set)."""
-    return len(os.sched_getaffinity(0))
-
-
-def set_threads(threads: int | None, local_world_size: int) -> int:
-    """Sets the threads of one CPU operation in this process.
-
-    Args:
-        threads: number of threads; None shares the cores evenly between the processes of this machine.
-        local_world_size: processes on this machine.
-
-    Returns:
-        The number set, at least 1.
-    """
-    count = threads if threads is not None else max(1, available_cores() // local_world_size)
-    torch.set_num_threads(count)
-    return count

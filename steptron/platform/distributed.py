@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from steptron.errors import UserError
-from steptron.platform import megatron_cpu
-from steptron.platform.device import backend, select_device, set_threads
+from steptron.platform import malloc, megatron_cpu
+from steptron.platform.cores import usable_cores
+from steptron.platform.device import backend, select_device
 from steptron.platform.launch import LISTEN_FD
+from steptron.platform.threads import decide, misfit, set_threads
 from steptron.platform.world import World, world
 
 __all__ = ["World", "initialize", "on_first_rank", "meet", "shutdown", "start", "world"]
@@ -27,18 +31,26 @@ def start(device_name: Literal["auto", "cpu", "cuda"], threads: int | None, time
     """Chooses device and threads and joins the default process group.
 
     Call it before importing what imports Megatron-Core: on the CPU, its import then takes half as long.
+    On the CPU, freed memory is kept (``platform.malloc``), and rank 0 says when threads do not fit the machine.
 
     Args:
         device_name: as ``train.device``.
-        threads: CPU threads of this process; None shares the cores between the local processes.
+        threads: CPU threads of this process; None leaves the decision to ``platform.threads``.
         timeout_seconds: longest wait for the other processes.
 
     Raises:
-        UserError: there is no such device, or processes are missing after the timeout.
+        UserError: there is no such device, processes are missing after the timeout, or
+            ``OMP_NUM_THREADS`` cannot be read.
     """
     device = select_device(device_name)
-    set_threads(threads, world().local_size)
-    initialize(device, timeout_seconds)
+    cores = usable_cores()
+    if device.type == "cpu":
+        malloc.keep_freed_memory()
+    place, store = world(), _join(device, timeout_seconds)
+    chosen = decide(threads, cores, _local_masks(store, place, cores.cpus))
+    set_threads(chosen.count)
+    if device.type == "cpu" and place.rank == 0 and (note := misfit(chosen)) is not None:
+        print(f"steptron: {note}", file=sys.stderr, flush=True)
     return device
 
 
@@ -55,6 +67,10 @@ def initialize(device: torch.device, timeout_seconds: float) -> None:
     Raises:
         UserError: processes are missing after the timeout; the message names them.
     """
+    _join(device, timeout_seconds)
+
+
+def _join(device: torch.device, timeout_seconds: float) -> dist.Store:
     place = world()
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
@@ -70,6 +86,23 @@ def initialize(device: torch.device, timeout_seconds: float) -> None:
         timeout=timeout,
         device_id=torch.device("cuda", place.local_rank) if device.type == "cuda" else None,
     )
+    return store
+
+
+def _local_masks(store: dist.Store, place: World, own: frozenset[int]) -> list[frozenset[int]]:
+    """Affinity masks of all processes on this machine. Launchers differ in whether processes share
+    the cores or are bound to their own, and only the masks tell."""
+    if place.local_size == 1:
+        return [own]
+    host = socket.gethostname()
+    keys = [f"cpus/{host}/{local_rank}" for local_rank in range(place.local_size)]
+    store.set(keys[place.local_rank], json.dumps(sorted(own)))
+    try:
+        store.wait(keys)
+    except dist.DistError as error:
+        missing = ", ".join(key.rpartition("/")[2] for key in keys if not store.check([key]))
+        raise UserError(f"on {host}, local rank(s) {missing} of {place.local_size} went away at the start") from error
+    return [frozenset(json.loads(store.get(key))) for key in keys]
 
 
 def shutdown() -> None:

@@ -22,8 +22,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from steptron import __version__
+from steptron.errors import UserError
+from steptron.platform import malloc
 from steptron.platform import self_test as self_test_module
+from steptron.platform.cores import Cores, measure_load, usable_cores
 from steptron.platform.launch import Workers
+from steptron.platform.threads import decide, misfit
 
 Status = Literal["ok", "off", "warning", "failed"]
 """ok; off: an optional thing that is not there; warning: works, but not as it should; failed: must be mended."""
@@ -38,6 +42,10 @@ _OPTIONAL_PACKAGES = {
     "safetensors": "Hugging Face checkpoints",
     "matplotlib": "loss plots",
 }
+_LOAD_SECONDS = 1.0  # how long other programs are watched
+_OCCUPIED = 0.25  # CPUs of work by others above which timings suffer
+_STOLEN = 0.05  # share of time taken by a virtual machine's host above which they suffer
+_WAITING = 0.2  # share of time with a task waiting for a CPU above which they suffer
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,16 @@ class Report:
         return any(check.status == "failed" for check in self.checks)
 
 
-def collect() -> Report:
-    """Looks at versions, the machine, devices, fast paths and optional packages. Starts no process."""
+def collect(nproc: int = 1) -> Report:
+    """Looks at versions, CPUs, the machine, devices, fast paths and optional packages. Starts no process.
+
+    Args:
+        nproc: local processes whose threads are to fit the machine.
+    """
     versions = tuple(_versions())
     if _version("torch") is None:
         return Report(versions)
-    return Report((*versions, *_machine(), *_fast_paths(), *_optional_packages()))
+    return Report((*versions, *_cpus(nproc), *_machine(), *_fast_paths(), *_optional_packages()))
 
 
 def self_test(nproc: int = 2, timeout: float = 120.0) -> Report:
@@ -153,10 +165,77 @@ def _versions() -> Iterator[Check]:
             yield Check(section, name, "failed", version, f"supported: {supported}; pip install '{name}{supported}'")
 
 
+def _cpus(nproc: int) -> Iterator[Check]:
+    section = "CPUs"
+    cores = usable_cores()
+    yield _usable(section, cores)
+    for processes in sorted({1, nproc}):
+        yield _threads(section, cores, processes)
+    yield from _occupation(section, cores)
+
+
+def _usable(section: str, cores: Cores) -> Check:
+    name, total = "usable", os.cpu_count() or len(cores.cpus)
+    limits = []
+    if len(cores.cpus) < total:
+        limits.append(f"affinity {len(cores.cpus)} of {total}")
+    if len(cores.siblings) < len(cores.cpus):
+        limits.append(
+            f"{len(cores.cpus)} hardware threads on {len(cores.siblings)} cores, whose multipliers they share"
+        )
+    if cores.quota is not None:
+        limits.append(f"CPU quota {cores.quota:g}")
+    note = "; ".join(limits) or "no quota; the affinity mask has all"
+    if cores.quota is not None and cores.quota < 1:
+        return Check(section, name, "warning", f"{cores.quota:g} of a core", f"{note}: every step is held up; raise it")
+    return Check(section, name, "ok", "1 core" if cores.count == 1 else f"{cores.count} cores", note)
+
+
+def _threads(section: str, cores: Cores, nproc: int) -> Check:
+    name = "threads of one process" if nproc == 1 else f"threads of {nproc} processes"
+    variable = os.environ.get("OMP_NUM_THREADS", "unset")
+    try:
+        chosen = decide(None, cores, [cores.cpus] * nproc)
+    except UserError as error:
+        return Check(section, name, "failed", f"OMP_NUM_THREADS {variable}", str(error))
+    value = f"{chosen.count}" if nproc == 1 else f"{chosen.count} each"
+    value += f" (OMP_NUM_THREADS {variable})"
+    if (problem := misfit(chosen)) is not None:
+        status: Status = "warning" if chosen.count > 1 or nproc == 1 else "ok"
+        return Check(section, name, status, value, problem)
+    if os.environ.get("OMP_PROC_BIND", "false").lower() != "false" and nproc > 1:
+        advice = "OMP_PROC_BIND binds the threads of every process to the same cores: unset it"
+        return Check(section, name, "warning", value, advice)
+    best = math.floor(chosen.share)
+    idle = f"; {best} would use every core" if chosen.count < best else ""
+    return Check(section, name, "ok", value, f"train.threads sets another number{idle}")
+
+
+def _occupation(section: str, cores: Cores) -> Iterator[Check]:
+    """What other programs do on the same CPUs while this one waits."""
+    load = measure_load(cores.cpus, _LOAD_SECONDS)
+    averages = ", ".join(f"{average:.1f}" for average in os.getloadavg())
+    total = len(cores.cpus)
+    name, value = "other programs", f"{load.busy:.1f} of {total} CPUs busy (load average {averages})"
+    if load.busy > _OCCUPIED:
+        advice = "oversubscribed: steps are slower and their times vary; stop them, or lower train.threads"
+        yield Check(section, name, "warning", value, advice)
+    else:
+        yield Check(section, name, "ok", value)
+    if load.waiting is not None:
+        name, value = "waiting for a CPU", f"{load.waiting:.0%} of the last 10 s"
+        if load.waiting > _WAITING:
+            advice = "more tasks than CPUs: each of them is slower"
+            yield Check(section, name, "warning", value, advice)
+        else:
+            yield Check(section, name, "ok", value)
+    if load.steal > _STOLEN:
+        advice = "the host of this virtual machine runs others on its CPUs, or throttles it"
+        yield Check(section, "taken by the host", "warning", f"{load.steal:.0%} of the time", advice)
+
+
 def _machine() -> Iterator[Check]:
     import torch
-
-    from steptron.platform.device import available_cores
 
     section = "machine"
     system, architecture = platform.system(), platform.machine()
@@ -164,23 +243,16 @@ def _machine() -> Iterator[Check]:
         yield Check(section, "system", "ok", f"{platform.platform()}")
     else:
         yield Check(section, "system", "warning", f"{system} {architecture}", "tested on Linux x86_64 only")
-    cores = available_cores()
-    yield Check(section, "cores", "ok", f"{cores} of {os.cpu_count()} usable by this process")
-    quota = _cpu_quota()
-    if quota is not None and quota < cores:
-        advice = f"the container's limit is below its {cores} cores: set train.threads"
-        yield Check(section, "CPU quota", "warning", f"{quota:g} cores", advice)
-    threads = os.environ.get("OMP_NUM_THREADS", "unset")
-    value = f"{torch.get_num_threads()} per process by default (OMP_NUM_THREADS {threads})"
-    if torch.get_num_threads() > cores:
-        yield Check(section, "threads", "warning", value, f"more threads than the {cores} usable cores: unset it")
-    else:
-        yield Check(section, "threads", "ok", value, "training shares the cores between its processes (train.threads)")
-    load = os.getloadavg()[0]
-    if load > cores:
-        yield Check(section, "load", "warning", f"{load:.1f}", f"other programs keep the {cores} cores busy")
     total, free = (_memory_gib(name) for name in ("MemTotal", "MemAvailable"))
     yield Check(section, "memory", "ok", f"{free:.1f} of {total:.1f} GiB free")
+    kept = malloc.obstacle()
+    yield Check(
+        section,
+        "allocator",
+        "ok" if kept is None else "off",
+        malloc.glibc_version() or "unknown C library",
+        "training on CPUs keeps freed memory" if kept is None else f"freed memory goes back to the system: {kept}",
+    )
     flags = _cpu_flags()
     found = [name for name, flag in _CPU_FLAGS.items() if flag in flags]
     level = torch.backends.cpu.get_cpu_capability()
@@ -298,12 +370,3 @@ def _cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-
-
-def _cpu_quota() -> float | None:
-    """Cores that the control group grants (cgroup v2), which the affinity does not show."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):
-        return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,10 @@ from steptron.train.sinks import LOG_NAME, Sinks, make_sinks
 from steptron.train.step import NonFiniteError, TrainStep
 from steptron.train.stop import StopRequest
 
+if TYPE_CHECKING:
+    from steptron.profiling.profiler import StepProfiler
+    from steptron.profiling.request import ProfileRequest
+
 
 class Pretraining:
     """One run: data, step, records and checkpoints put together.
@@ -42,10 +48,18 @@ class Pretraining:
         config: the whole configuration, already checked against the world size.
         device: of this process, whose default process group exists.
         fresh: start over, deleting the run's earlier checkpoints and log.
+        profile: steps and ranks to profile.
     """
 
-    def __init__(self, config: PretrainConfig, device: torch.device, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        config: PretrainConfig,
+        device: torch.device,
+        fresh: bool = False,
+        profile: ProfileRequest | None = None,
+    ) -> None:
         self.config = config
+        self.profile = profile
         self.device = device
         determinism.use_deterministic_algorithms(config.train.deterministic)
         self.is_reporter = dist.get_rank() == 0
@@ -74,8 +88,8 @@ class Pretraining:
             self._say(f"nothing to do: step {self.progress.step} of {self.config.train.steps} is done")
             return True
         self._describe()
-        with StopRequest() as stop, self._sinks() as sinks:
-            complete = self._train(stop, sinks)
+        with StopRequest() as stop, self._sinks() as sinks, self._profiler() as profiler:
+            complete = self._train(stop, sinks, profiler)
         if not complete:
             self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
         if self.is_reporter:
@@ -99,7 +113,7 @@ class Pretraining:
         ]
         self._say("\n".join(lines))
 
-    def _train(self, stop: StopRequest, sinks: Sinks) -> bool:
+    def _train(self, stop: StopRequest, sinks: Sinks, profiler: StepProfiler | None) -> bool:
         train = self.config.train
         meter = Meter(self.config, self.mesh, self.device)
         while self.progress.step < train.steps:
@@ -107,6 +121,8 @@ class Pretraining:
             lr = learning_rate(self.config.optimizer, index, train.steps)
             bias_rate = 0.0 if self.config.balance.freeze_router else bias_update_rate(self.config.balance.bias, index)
             batch_size = self.batches.global_batch_size(self.progress.consumed_sequences)
+            if profiler is not None and profiler.begin(index + 1):
+                meter.restart()
             waited = time.perf_counter()
             batches = self._global_batch(self.train_data, self.progress.consumed_sequences, batch_size)
             data_seconds = time.perf_counter() - waited
@@ -114,6 +130,8 @@ class Pretraining:
                 result = self.step.run(batches, lr, bias_rate, stop.requested)
             except NonFiniteError as error:
                 raise UserError(f"training stopped at step {index + 1}: {error}") from error
+            if profiler is not None:
+                profiler.end(index + 1, result.observed.counts.valid)
             self.progress = Progress(
                 step=index + 1,
                 consumed_sequences=self.progress.consumed_sequences + batch_size,
@@ -130,6 +148,8 @@ class Pretraining:
                 meter.restart()
             if stopping:
                 return False
+            if profiler is not None and profiler.write():
+                meter.restart()
             if _due(self.progress.step, train.validation.every_steps) or done:
                 self._validate(sinks)
                 meter.restart()
@@ -213,6 +233,23 @@ class Pretraining:
             return make_sinks(self.config, self.config.train.output, self.progress.step)
         except OSError as error:
             raise UserError(f"the run's log cannot be written: {error}") from error
+
+    def _profiler(self) -> contextlib.AbstractContextManager[StepProfiler | None]:
+        if self.profile is None:
+            return contextlib.nullcontext()
+        from steptron.profiling.phases import training_targets
+        from steptron.profiling.profiler import StepProfiler
+
+        request, notes = self.profile.after(self.progress.step)
+        folder = self.config.train.output / "profile"
+        for window in request.windows:
+            notes.append(f"profile   {window}, rank {', '.join(map(str, request.ranks))}, to {folder}")
+        self._say("\n".join(notes))
+        if dist.get_rank() not in request.ranks:
+            return contextlib.nullcontext()
+        step = self.step
+        targets = training_targets(step.model, step.engine_config, step.optimizer, self.train_data)
+        return StepProfiler(request, folder, targets, self.device)
 
     def _plot(self) -> None:
         output = self.config.train.output

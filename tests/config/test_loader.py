@@ -225,7 +225,7 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
         (
             "train.threads=0",
             "train.threads: 0 is not a whole number greater than 0 and of at most 4096 or null "
-            "(CPU threads per process; the cores shared evenly when unset)",
+            "(CPU threads per process; when unset, OMP_NUM_THREADS or its share of the physical cores)",
         ),
         (
             "data.train=[]",

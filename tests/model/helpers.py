@@ -28,6 +28,7 @@ from steptron.model.router import Router, Routing
 from steptron.model.stages import Stage
 from steptron.model.transformer_config import transformer_config
 from steptron.parallel.mesh import Mesh, build_mesh
+from steptron_kernels.select import PLAIN, Kernels
 
 
 def small_config(**changes: Any) -> ModelConfig:
@@ -68,6 +69,7 @@ def build_model(
     mesh: Mesh | None = None,
     parallel: ParallelConfig | None = None,
     dtype: torch.dtype = torch.float32,
+    kernels: Kernels = PLAIN,
     **options: Any,
 ) -> StepModel:
     """A model whose tensors hold what their allocation left there; see ``fill`` and ``initialise``."""
@@ -75,7 +77,7 @@ def build_model(
     return StepModel(
         spec,
         stage or Stage.whole(config.num_layers),
-        transformer_config(config, parallel or ParallelConfig(), dtype),
+        transformer_config(config, parallel or ParallelConfig(), dtype, kernels=kernels),
         (mesh or single_process()).groups,
         **options,
     )

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from steptron.config.schema import ParallelConfig
-from steptron.model.activation import clamped_swiglu
 from steptron.model.balance import BalanceContext
 from steptron.model.dispatch import ExpertParallelDispatcher, LocalDispatcher
 from steptron.model.layer_spec import DenseFfnSpec, MoeFfnSpec
 from steptron.model.moe import MoeFfn
 from steptron.model.transformer_config import transformer_config
 from steptron.parallel.mesh import Mesh, build_mesh
+from steptron_kernels.swiglu.plain import swiglu
 from tests.model.helpers import assert_all_close, relative_error, single_process, small_config
 from tests.worker_pool import WorkerPool
 
@@ -72,9 +72,9 @@ def by_loops(
         assert biased[ranked[TOP_K - 1]] - biased[ranked[TOP_K]] > 1e-5, "near-tie: choose another seed"
         chosen = ranked[:TOP_K]
         weights = 3.0 * p[chosen] / p[chosen].sum()
-        total = shared_down @ clamped_swiglu(shared_up @ x[t], 1.5)
+        total = shared_down @ swiglu(shared_up @ x[t], 1.5)
         for w, e in zip(weights, chosen.tolist(), strict=True):
-            total = total + w * (down[e] @ clamped_swiglu(gate_up[e] @ x[t], 1.0))
+            total = total + w * (down[e] @ swiglu(gate_up[e] @ x[t], 1.0))
         outputs.append(total)
         if valid[t]:
             counts[chosen] += 1
@@ -130,7 +130,7 @@ def test_shared_expert_is_neither_scaled_nor_gated() -> None:
     with torch.no_grad():
         layer.experts.down_projection.zero_()
     x = h.view(-1, HIDDEN).double()
-    hidden = clamped_swiglu(x @ layer.shared.gate_up_projection.weight.double().t(), 1.5)
+    hidden = swiglu(x @ layer.shared.gate_up_projection.weight.double().t(), 1.5)
     expected = hidden @ layer.shared.down_projection.weight.double().t()
     assert relative_error(layer(h, None).view(-1, HIDDEN), expected) < 1e-6
 

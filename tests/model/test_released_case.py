@@ -16,6 +16,7 @@ from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import ParameterRole
 from steptron.model.sequence import shift_left
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
+from steptron_kernels.select import PLAIN, Kernels, native
 from tests.model.helpers import (
     assert_all_close,
     build_model,
@@ -41,17 +42,22 @@ NEAR_TIE = 1e-6
 LOSSES = LossConfig(mtp_weight=0.3, mtp_decay=0.6, mtp_train_depths=3)
 
 
-def case_model(config: ModelConfig | None = None) -> StepModel:
-    model = build_model(config or released_config())
+@pytest.fixture(params=["plain", "native"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return PLAIN if request.param == "plain" else native("fp32")
+
+
+def case_model(config: ModelConfig | None = None, kernels: Kernels = PLAIN) -> StepModel:
+    model = build_model(config or released_config(), kernels=kernels)
     load_released(model, released_weights())
     return model
 
 
-def differences(config: ModelConfig) -> tuple[float, list[float]]:
+def differences(config: ModelConfig, kernels: Kernels = PLAIN) -> tuple[float, list[float]]:
     """Largest absolute difference of main logits, and of each MTP depth's where it has a target."""
     right = expected()
     with torch.no_grad():
-        main, mtp = case_model(config).logits(case_batch(right["input_ids"]))
+        main, mtp = case_model(config, kernels).logits(case_batch(right["input_ids"]))
     length = main.shape[1]
     return (main - right["logits"]).abs().max().item(), [
         (mtp[k] - right["mtp_logits"][k])[:, : length - 1 - k].abs().max().item() for k in range(mtp.shape[0])
@@ -82,15 +88,15 @@ def test_no_selection_is_a_near_tie() -> None:
     assert len(gaps) == 6 and min(gaps) >= NEAR_TIE
 
 
-def test_logits() -> None:
-    main, mtp = differences(released_config())
+def test_logits(kernels: Kernels) -> None:
+    main, mtp = differences(released_config(), kernels)
     assert main <= 1e-4
     assert len(mtp) == 3 and max(mtp) <= 1e-4
 
 
-def test_losses() -> None:
+def test_losses(kernels: Kernels) -> None:
     right = expected()
-    total, sums, counts = losses(case_model(), right["input_ids"])
+    total, sums, counts = losses(case_model(kernels=kernels), right["input_ids"])
     assert counts == TokenCounts(80, (78, 76, 74, 72), (80,))
     means = sums.detach().double() / torch.tensor(counts.targets)
     assert means[0].item() == pytest.approx(right["lm_loss"].item(), rel=1e-6)
@@ -98,8 +104,8 @@ def test_losses() -> None:
     assert total.item() == pytest.approx(right["total_loss"].item(), rel=1e-6)
 
 
-def test_gradients() -> None:
-    model = case_model()
+def test_gradients(kernels: Kernels) -> None:
+    model = case_model(kernels=kernels)
     losses(model, expected()["input_ids"])[0].backward()
     own, right = split_released(model, gradients(model)), expected_gradients()
     assert len(right) == 186  # 192 tensors but for six selection biases

@@ -13,7 +13,8 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7RotaryEmbedding, apply_rotary_pos_emb
 
 from steptron.model.layer_spec import RopeScaling, RopeSpec
-from steptron.model.rope import apply_rope, rope_frequencies, rope_tables
+from steptron.model.rope import rope_frequencies, rope_tables
+from steptron_kernels.qk_norm_rope.rope import apply_rope
 
 RELEASE_SCALING = RopeScaling(factor=2.0, low_freq_factor=1.0, high_freq_factor=32.0, original_length=131072)
 FULL = RopeSpec(theta=5e6, rotary_dim=64, scaling=RELEASE_SCALING)

@@ -1,4 +1,4 @@
-"""Device, threads, seeds and deterministic operations."""
+"""Device and deterministic operations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from steptron.platform import determinism, device
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
 
 
@@ -41,12 +39,6 @@ def test_absent_cuda_is_refused_with_the_reason(
 def test_backend() -> None:
     assert device.backend(torch.device("cpu")) == "gloo"
     assert device.backend(torch.device("cuda", 1)) == "nccl"
-
-
-def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert [device.set_threads(None, size) for size in (1, 2, 4, 6, 16)] == [6, 3, 1, 1, 1]
-    assert device.set_threads(2, 16) == torch.get_num_threads() == 2
 
 
 def test_deterministic_algorithms_are_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,8 +16,9 @@ from megatron.core import parallel_state
 
 from steptron.errors import UserError
 from steptron.platform import distributed
+from steptron.platform.cores import usable_cores
 from steptron.platform.world import World, expand_nodelist, under_launcher, world
-from tests.worker_pool import WorkerPool
+from tests.worker_pool import REPOSITORY, WorkerPool
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -163,3 +167,54 @@ def _alone(rank: int, world_size: int) -> None:
 
 def test_a_single_process_needs_no_port_and_can_join_again(pool: WorkerPool) -> None:
     pool.run(1, _alone)
+
+
+# ---------------------------------------------------------------------------- cores of this machine
+
+
+def test_local_processes_tell_each_other_their_cpus() -> None:
+    store, masks = dist.HashStore(), (frozenset({0, 1}), frozenset({2, 70}))
+    places = [World(rank=4 + i, size=6, local_rank=i, local_size=2, master=("h", 1)) for i in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        told = list(threads.map(lambda i: distributed._local_masks(store, places[i], masks[i]), (0, 1)))
+    assert told == [list(masks), list(masks)]
+    assert distributed._local_masks(store, World(0, 8, 0, 1, ("h", 1)), masks[1]) == [masks[1]]
+
+
+def test_a_local_process_that_is_gone_is_named() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(UserError, match=r"local rank\(s\) 0, 2 of 3 went away"):
+        distributed._local_masks(store, World(1, 3, 1, 3, ("h", 1)), frozenset({0}))
+
+
+_START = """
+from steptron.platform import distributed
+from steptron.platform.cores import usable_cores
+distributed.start("cpu", {threads}, 60)
+import torch
+print("threads", torch.get_num_threads())
+"""
+
+
+def test_start_sets_threads_and_says_once_when_they_do_not_fit() -> None:
+    def start(threads: int | None, **variables: str) -> tuple[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-c", _START.format(threads=threads)],
+            cwd=REPOSITORY,
+            env={**inherited, **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip(), done.stderr
+
+    cores = usable_cores()
+    assert start(None) == (f"threads {cores.count}", "")
+    assert start(None, OMP_NUM_THREADS="1") == ("threads 1", "")
+    many = len(cores.cpus) + 1
+    output, errors = start(many)
+    assert output == f"threads {many}"
+    assert errors.startswith(f"steptron: 1 process of {many} threads on ") and errors.count("\n") == 1

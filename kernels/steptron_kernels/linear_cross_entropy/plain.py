@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head, without the full logits in memory."""
+"""Cross entropy of a linear head as torch operations, without the full logits in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear cross entropy against torch's cross entropy of full logits in float64."""
+"""The plain linear cross entropy against torch's cross entropy of full logits in float64."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from steptron.model import loss as loss_module
-from steptron.model.loss import linear_cross_entropy
+from steptron_kernels.linear_cross_entropy import plain
+from steptron_kernels.linear_cross_entropy.plain import linear_cross_entropy
 from tests.model.helpers import relative_error
 
 TOKENS, VOCAB, HIDDEN = 23, 31, 16
@@ -46,8 +46,8 @@ def test_value_and_gradients(
     monkeypatch: pytest.MonkeyPatch, mask: list[bool], chunk_rows: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Chunk borders anywhere: in the middle, at the end, none."""
-    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", chunk_rows * VOCAB)
-    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", {"cpu": 1})
+    monkeypatch.setattr(plain, "_CHUNK_ELEMENTS", chunk_rows * VOCAB)
+    monkeypatch.setattr(plain, "_FEWEST_ROWS", {"cpu": 1})
     h, w, labels = inputs(dtype)
     mask_T = torch.tensor(mask)
     value = linear_cross_entropy(h, w, labels, mask_T)
@@ -131,8 +131,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_full_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1 << 14)
-    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", {"cpu": 1})
+    monkeypatch.setattr(plain, "_CHUNK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(plain, "_FEWEST_ROWS", {"cpu": 1})
     tokens, vocab = 4096, 1000
     h, w = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     labels, mask = torch.randint(0, vocab, (tokens,)), torch.rand(tokens) < 0.9

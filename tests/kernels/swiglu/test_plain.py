@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steptron.model.activation import clamped_swiglu
-from steptron.model.layer_spec import DenseFfnSpec, MoeFfnSpec, model_spec
-from tests.model.helpers import build_model, small_config
+from steptron_kernels.swiglu.plain import swiglu
 
 GRID = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64)
 
@@ -37,7 +35,7 @@ def formula(gate: float, up: float, limit: float | None, after_silu: bool) -> tu
 def test_value_and_gradient_are_those_of_the_formula(limit: float | None, after_silu: bool) -> None:
     gate, up = (grid.flatten() for grid in torch.meshgrid(GRID + 0.01, GRID + 0.02, indexing="ij"))
     x = torch.stack([gate, up], dim=-1).requires_grad_()
-    y = clamped_swiglu(x, limit, after_silu)
+    y = swiglu(x, limit, after_silu)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     expected = torch.tensor(
         [formula(g, u, limit, after_silu) for g, u in zip(gate.tolist(), up.tolist(), strict=True)],
@@ -50,14 +48,14 @@ def test_value_and_gradient_are_those_of_the_formula(limit: float | None, after_
 def test_gate_is_clamped_from_above_only() -> None:
     """With a limit below 0.2785, -silu's minimum, a two-sided clamp would show."""
     x = torch.tensor([-1.2784645, 1.0], dtype=torch.float64)
-    assert clamped_swiglu(x, 0.1).item() == pytest.approx(-0.2784645 * 0.1, rel=1e-6)
+    assert swiglu(x, 0.1).item() == pytest.approx(-0.2784645 * 0.1, rel=1e-6)
 
 
 @pytest.mark.parametrize("gate, same", [(6.9, True), (7.003, False), (8.0, False)])
 def test_the_two_positions_differ_above_the_limit(gate: float, same: bool) -> None:
     """silu(7) = 6.9936: after SiLU the gate saturates at 7, before at 6.9936 (facts: gap at most 6.4e-3)."""
     x = torch.tensor([gate, 1.0], dtype=torch.float64)
-    after, before = clamped_swiglu(x, 7.0).item(), clamped_swiglu(x, 7.0, clamp_after_silu=False).item()
+    after, before = swiglu(x, 7.0).item(), swiglu(x, 7.0, clamp_after_silu=False).item()
     assert (after == before) is same
     assert after - before <= 6.4e-3
     if gate == 8.0:
@@ -70,7 +68,7 @@ def test_shape_and_dtype_are_kept_and_the_output_is_bounded(
     rows: int, width: int, dtype: torch.dtype, limit: float
 ) -> None:
     x = 30 * torch.randn(2, rows, 2 * width).to(dtype)
-    y = clamped_swiglu(x, limit)
+    y = swiglu(x, limit)
     assert y.shape == (2, rows, width) and y.dtype is dtype
     bound = limit * max(limit, 0.2785)
     assert y.abs().max() <= bound * 1.02
@@ -78,27 +76,4 @@ def test_shape_and_dtype_are_kept_and_the_output_is_bounded(
 
 def test_gate_is_the_first_half() -> None:
     x = torch.tensor([5.0, -5.0, 1.0, 1.0])
-    assert clamped_swiglu(x, None).tolist() == pytest.approx([4.966536, -0.0334643], rel=1e-5)
-
-
-def test_limits_reach_the_layers_they_name() -> None:
-    """Routed experts take ``clamp.routed``, shared experts and dense layers ``clamp.shared``, MTP none."""
-    config = small_config()
-    layers = model_spec(config).layers
-    limits = {
-        layer.index: (layer.ffn.expert_clamp, layer.ffn.shared.clamp)
-        for layer in layers
-        if isinstance(layer.ffn, MoeFfnSpec)
-    }
-    assert limits == {1: (None, None), 2: (None, None), 3: (1.0, None), 4: (1.0, 1.5)}
-
-    model = build_model(config)
-    for index, (routed, shared) in limits.items():
-        ffn = model.layers[str(index)].ffn
-        assert (ffn.experts.spec.expert_clamp, ffn.shared.spec.clamp) == (routed, shared)
-    assert all(depth.layer.ffn.spec.clamp is None for depth in model.mtp)
-
-
-def test_a_dense_layer_takes_the_shared_limit() -> None:
-    dense = model_spec(small_config(clamp={"shared": {0: 2.0}})).layers[0].ffn
-    assert isinstance(dense, DenseFfnSpec) and dense.clamp == 2.0
+    assert swiglu(x, None).tolist() == pytest.approx([4.966536, -0.0334643], rel=1e-5)

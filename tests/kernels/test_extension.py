@@ -1,0 +1,56 @@
+"""Whether the compiled library fits this machine, and what is said where it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steptron_kernels import extension
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Any:
+    """Writes the record of a build into a folder without C++ sources, and says what loading it gives."""
+
+    def load(**changes: object) -> str | None:
+        built = json.loads((Path(extension.__file__).parent / extension.RECORD).read_text())
+        (tmp_path / extension.RECORD).write_text(json.dumps(built | changes))
+        return extension._load(tmp_path)
+
+    return load
+
+
+def test_the_library_of_this_environment_is_there() -> None:
+    assert extension.why_unavailable() is None
+
+
+def test_never_built(tmp_path: Path) -> None:
+    reason = extension._load(tmp_path)
+    assert reason is not None and "were not built" in reason and "make native" in reason
+
+
+def test_failed_build(record: Any) -> None:
+    assert "FileNotFoundError: c++; rebuild" in record(error="FileNotFoundError: c++")
+
+
+def test_another_torch(record: Any) -> None:
+    assert f"were built for torch 1.0, this is {torch.__version__}" in record(torch="1.0")
+
+
+def test_another_processor(record: Any) -> None:
+    assert "built for a processor with sse99, unlike this one" in record(needs=["sse99"])
+
+
+def test_changed_sources(record: Any, tmp_path: Path) -> None:
+    (tmp_path / "one.cpp").write_text("int one;")
+    assert "C++ sources of the native CPU kernels have changed" in record()
+    assert "cannot be loaded" in record(sources=extension.sources_digest(tmp_path), library="none.so")
+
+
+def test_broken_library(record: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.so").write_text("no library")
+    assert "cannot be loaded" in record(library="broken.so")
