@@ -15,6 +15,7 @@ import argparse
 import functools
 import itertools
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -22,8 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
+from steptron.platform import malloc, threads
+
+os.environ.update(threads.default_environment())  # read when torch is imported
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
 from benchmarks.harness import interleave, median, print_result, print_table
 from steptron.profiling.breakdown import Breakdown, breakdown
@@ -230,7 +235,7 @@ def peak_memory(make: Callable[[], Callable[[], float]]) -> int:
 
 
 def _measure_memory(make: Callable[[], Callable[[], float]], queue: multiprocessing.SimpleQueue) -> None:  # type: ignore[type-arg]
-    torch.set_num_threads(THREADS)
+    as_a_training_process()
     step = make()
     for _ in range(3):
         step()
@@ -249,12 +254,18 @@ def shares(step: Callable[[], float], steps: int = 5) -> Breakdown:
     return breakdown(profiler, seconds)
 
 
+def as_a_training_process() -> None:
+    """The settings that `steptron pretrain` starts its processes with; every contender has them."""
+    malloc.keep_freed_memory()
+    torch.set_num_threads(THREADS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each contender")
     rounds = parser.parse_args().rounds
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(THREADS)
+    as_a_training_process()
     makers: dict[str, Callable[[], Callable[[], float]]] = {"fp32": steptron_step}
     if has_fast_bf16():
         makers["bf16"] = partial(steptron_step, products="bf16")

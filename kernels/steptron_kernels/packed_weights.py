@@ -35,8 +35,8 @@ class PackedWeights:
         return self._get(weight, transposed=True)
 
     def plain(self, weight: Tensor) -> Tensor:
-        """Right operand of ``dy W``."""
-        return self._get(weight, transposed=False)
+        """Right operand of ``dy W``: in float32 the matrices [..., N, K] themselves."""
+        return self._get(weight, transposed=False) if self.in_bf16 else weight.detach().contiguous()
 
     def _get(self, weight: Tensor, transposed: bool) -> Tensor:
         entry = self._entries.get(weight)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from steptron.model.sequence import SequenceContext
-from steptron_kernels.attention import plain
+from steptron_kernels.attention.plain import attention as plain_attention
 
 
 class Attention(Protocol):
@@ -36,7 +36,7 @@ def attend(
     context: SequenceContext,
     window: int | None,
     sink_n: Tensor | None = None,
-    attention: Attention = plain.attention,
+    attention: Attention = plain_attention,
 ) -> Tensor:
     """Attention of one layer over the tokens of a micro-batch.
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from steptron.config.schema import TrainConfig
 from steptron.errors import UserError
 from steptron.model.transformer_config import DTYPES
+from steptron_kernels import extension
 from steptron_kernels.select import Kernels, KernelsUnavailableError, select
 
 
@@ -40,3 +41,12 @@ def check_same_everywhere(kernels: Kernels) -> None:
             f"the machines of this run choose different operations ({listed}): set train.kernels and train.products to "
             "values that all of them can serve"
         )
+
+
+def describe_kernels(kernels: Kernels, train: TrainConfig) -> str:
+    """What computes, in words; where native operations would have been taken but are not there, why."""
+    if kernels.name == "native":
+        return f"native operations, {kernels.products} products"
+    if train.kernels == "auto" and train.precision == "fp32" and (reason := extension.why_unavailable()) is not None:
+        return f"plain torch operations: {reason}"
+    return "plain torch operations"

@@ -36,11 +36,10 @@ def clip_gradients(model: DataParallel, norm: float, max_norm: float) -> None:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        for chunk in gradient.view(-1).split(_CHUNK_ELEMENTS):
-            total += torch.linalg.vector_norm(chunk).double().square()
-    return total
+    chunks = [chunk for gradient in gradients for chunk in gradient.view(-1).split(_CHUNK_ELEMENTS)]
+    if not chunks:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(chunks)).double().square().sum()
 
 
 def _add_up(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

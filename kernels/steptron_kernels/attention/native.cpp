@@ -297,11 +297,12 @@ void take_block(const Layout& l, const Rows& x, int64_t b, int64_t group, int64_
 void take_block(const Layout& l, const Rows& x, int64_t b, int64_t group, int64_t i, bf16* columns, bf16* rows) {
   const int64_t count = l.queries_of(i), depth = padded_depth<bf16>(l.D);
   thread_local std::vector<bf16> rounded;
-  rounded.assign(l.columns * depth, bf16(0.0f));
+  rounded.resize(l.columns * depth);
+  if (count < l.block || depth > l.D) std::fill_n(reinterpret_cast<uint16_t*>(rounded.data()), l.columns * depth, 0);
   for (int64_t h = 0; h < l.r; ++h) {
     const float* source = x.at(l.first_query(i), b, group * l.r + h);
-    for (int64_t t = 0; t < count; ++t)
-      store(l.D, source + t * x.token, rounded.data() + (h * l.block + t) * depth);
+    bf16* target = rounded.data() + h * l.block * depth;
+    for (int64_t t = 0; t < count; ++t) store(l.D, source + t * x.token, target + t * depth);
   }
   transpose(l.columns, depth / 2, reinterpret_cast<const uint32_t*>(rounded.data()), depth / 2,
             reinterpret_cast<uint32_t*>(columns), l.columns);

@@ -62,10 +62,11 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: _Options) -> Tensor:
         sink = None if sink is None else sink.contiguous()
         arguments = (options.documents_BT, options.window, options.query_offset, options.in_bf16)
+        output: Tensor
         output, log_sum = torch.ops.steptron_kernels.attention(q, k, v, sink, *arguments)
         ctx.save_for_backward(q, k, v, output, log_sum, sink)
         ctx.arguments = arguments
-        return output  # type: ignore[no-any-return]
+        return output
 
     @staticmethod
     @once_differentiable

@@ -2,34 +2,10 @@
 
 #include <memory>
 
+#include "transpose.h"
+
 namespace steptron {
 namespace {
-
-constexpr int64_t kBlock = 16;
-
-// dst[j][i] = src[i][j] for an m x n block, both at most kBlock: through a small buffer, so that the compiler keeps
-// full blocks in registers.
-template <typename T>
-void transpose_block(int64_t m, int64_t n, const T* src, int64_t ld_src, T* dst, int64_t ld_dst) {
-  if (m == kBlock && n == kBlock) {
-    T buffer[kBlock][kBlock];
-    for (int64_t i = 0; i < kBlock; ++i)
-      for (int64_t j = 0; j < kBlock; ++j) buffer[j][i] = src[i * ld_src + j];
-    for (int64_t j = 0; j < kBlock; ++j)
-      for (int64_t i = 0; i < kBlock; ++i) dst[j * ld_dst + i] = buffer[j][i];
-    return;
-  }
-  for (int64_t j = 0; j < n; ++j)
-    for (int64_t i = 0; i < m; ++i) dst[j * ld_dst + i] = src[i * ld_src + j];
-}
-
-template <typename T>
-void transpose(int64_t m, int64_t n, const T* src, int64_t ld_src, T* dst, int64_t ld_dst) {
-  for (int64_t i = 0; i < m; i += kBlock)
-    for (int64_t j = 0; j < n; j += kBlock)
-      transpose_block(std::min(kBlock, m - i), std::min(kBlock, n - j), src + i * ld_src + j, ld_src,
-                      dst + j * ld_dst + i, ld_dst);
-}
 
 // Two rows rounded to bfloat16, element by element side by side.
 void interleave(int64_t n, const float* first, const float* second, uint32_t* out) {
@@ -101,9 +77,9 @@ void pack_left(int64_t k, int64_t m, const float* source, int64_t ld, float* pac
 
 void pack_left(int64_t k, int64_t m, const float* source, int64_t ld, bf16* packed) {
   const int64_t pairs = padded_depth<bf16>(k) / 2;
-  std::vector<uint32_t> rows(kBlock * m);
-  for (int64_t p = 0; p < pairs; p += kBlock) {
-    const int64_t count = std::min(kBlock, pairs - p);
+  std::vector<uint32_t> rows(kSquare * m);
+  for (int64_t p = 0; p < pairs; p += kSquare) {
+    const int64_t count = std::min(kSquare, pairs - p);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = 2 * (p + i);
       const float* first = source + row * ld;

@@ -17,7 +17,7 @@ namespace steptron {
 namespace {
 
 constexpr int64_t kFill = 16;
-constexpr int64_t kGradientRows = 128;  // rows of a weight's gradient that one unit of work computes
+constexpr int64_t kGradientRows = 256;  // rows of a weight's gradient that one unit of work computes
 
 // A block of one expert's rows: its place among the N rows, and among the filled-up ones.
 struct Block {
@@ -113,9 +113,13 @@ at::Tensor collect(const at::Tensor& x, const std::optional<at::Tensor>& rows_of
   return out;
 }
 
+// An expert's matrix as the right operand of a product: packed, or in float a matrix [depth, columns] as it is.
 template <typename T>
-Panels<T> expert_panels(const at::Tensor& packed, int64_t expert, int64_t depth) {
-  return packed_panels<T>(packed.const_data_ptr<T>() + expert * packed.stride(0), depth);
+Panels<T> expert_panels(const at::Tensor& matrices, int64_t expert, int64_t depth) {
+  const T* data = matrices.const_data_ptr<T>() + expert * matrices.stride(0);
+  if constexpr (std::is_same_v<T, float>)
+    if (matrices.dim() == 3) return plain_panels(data, matrices.stride(1));
+  return packed_panels<T>(data, depth);
 }
 
 float limit_of(std::optional<double> limit) {
@@ -170,9 +174,10 @@ void weight_gradient(const Layout& layout, int64_t expert, int64_t n0, int64_t n
     const int64_t depth = std::min(kStep, end - f0);
     packed_left.resize((n1 - n0) * depth);
     pack_left(depth, n1 - n0, left + f0 * n + n0, n, packed_left.data());
-    rows.assign(depth * k, 0.0f);
+    rows.resize(depth * k);
     const int64_t first = layout.first[expert] + f0 - begin, last = std::min(first + depth, layout.first[expert + 1]);
     for (int64_t r = first; r < last; ++r) std::copy_n(right_rows(r, f0 + r - first), k, rows.data() + (r - first) * k);
+    std::fill_n(rows.data() + (last - first) * k, (depth - (last - first)) * k, 0.0f);
     Panels<T> panels;
     if constexpr (std::is_same_v<T, bf16>) {
       packed_right.resize(packed_size<T>(depth, k));
