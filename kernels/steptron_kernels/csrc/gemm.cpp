@@ -60,14 +60,14 @@ void pack_columns(int64_t k, int64_t n, const float* source, int64_t ld, float* 
 
 void pack_columns(int64_t k, int64_t n, const float* source, int64_t ld, bf16* panels) {
   const int64_t pairs = padded_depth<bf16>(k) / 2;
-  std::vector<uint32_t> rows(kPanel * pairs);
+  thread_local std::vector<uint32_t> rows;
+  rows.resize(kPanel * pairs);
   for (int64_t n0 = 0; n0 < n; n0 += kPanel) {
     const int64_t width = std::min(kPanel, n - n0);
-    std::fill(rows.begin(), rows.end(), 0u);
     for (int64_t j = 0; j < width; ++j)
       load_row(k, source + (n0 + j) * ld, reinterpret_cast<bf16*>(rows.data() + j * pairs));
-    auto* panel = reinterpret_cast<uint32_t*>(panels + n0 * 2 * pairs);
-    transpose(kPanel, pairs, rows.data(), pairs, panel, kPanel);
+    std::fill(rows.begin() + width * pairs, rows.end(), 0u);
+    transpose(kPanel, pairs, rows.data(), pairs, reinterpret_cast<uint32_t*>(panels + n0 * 2 * pairs), kPanel);
   }
 }
 
@@ -77,7 +77,8 @@ void pack_left(int64_t k, int64_t m, const float* source, int64_t ld, float* pac
 
 void pack_left(int64_t k, int64_t m, const float* source, int64_t ld, bf16* packed) {
   const int64_t pairs = padded_depth<bf16>(k) / 2;
-  std::vector<uint32_t> rows(kSquare * m);
+  thread_local std::vector<uint32_t> rows;
+  rows.resize(kSquare * m);
   for (int64_t p = 0; p < pairs; p += kSquare) {
     const int64_t count = std::min(kSquare, pairs - p);
     for (int64_t i = 0; i < count; ++i) {

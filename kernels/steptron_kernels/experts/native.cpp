@@ -26,15 +26,22 @@ struct Block {
 
 struct Layout {
   std::vector<Block> blocks;
-  std::vector<int64_t> first, first_filled;  // by expert, and the total last
-  std::vector<int64_t> filled_of;            // filled-up place of each row
+  std::vector<int64_t> first, first_filled, first_block;  // by expert, and the total last
+  std::vector<int64_t> filled_of;                         // filled-up place of each row
+
+  // Rows of the expert that has most.
+  int64_t largest() const {
+    int64_t rows = 0;
+    for (size_t e = 0; e + 1 < first.size(); ++e) rows = std::max(rows, first[e + 1] - first[e]);
+    return rows;
+  }
 };
 
 Layout lay_out(const at::Tensor& tokens_per_expert) {
   const auto counts = tokens_per_expert.to(at::kLong).contiguous();
   const int64_t *data = counts.const_data_ptr<int64_t>(), experts = counts.numel();
   Layout layout;
-  layout.first = layout.first_filled = {0};
+  layout.first = layout.first_filled = layout.first_block = {0};
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t row = layout.first.back(), filled = layout.first_filled.back(), count = data[e];
     const int64_t filled_count = ceil_div(count, kFill) * kFill;
@@ -44,6 +51,7 @@ Layout lay_out(const at::Tensor& tokens_per_expert) {
     for (int64_t i = 0; i < count; ++i) layout.filled_of.push_back(filled + i);
     layout.first.push_back(row + count);
     layout.first_filled.push_back(filled + filled_count);
+    layout.first_block.push_back(static_cast<int64_t>(layout.blocks.size()));
   }
   return layout;
 }
@@ -69,13 +77,6 @@ void load_block(const Source& source, const Block& block, int64_t k, std::vector
   out.resize(kRows * depth);
   for (int64_t i = 0; i < block.rows; ++i) load_row(k, source.row(block.row + i), out.data() + i * depth);
   std::fill(out.data() + block.rows * depth, out.data() + block.filled_rows * depth, T(0.0f));
-}
-
-template <typename T>
-void load_filled(const float* rows, int64_t count, int64_t k, std::vector<T>& out) {
-  const int64_t depth = padded_depth<T>(k);
-  out.resize(kRows * depth);
-  for (int64_t i = 0; i < count; ++i) load_row(k, rows + i * k, out.data() + i * depth);
 }
 
 // out[t] = sum of the rows of token t, in the order of its experts.
@@ -138,35 +139,37 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const std::optio
   const float *weight = contiguous_data_of(weights, "weights"), bound = limit_of(limit);
   auto projected = at::empty({filled, 2 * width}, x.options()), y = at::empty({filled, hidden}, x.options());
   float *projected_data = projected.mutable_data_ptr<float>(), *y_data = y.mutable_data_ptr<float>();
-  const int64_t depth = padded_depth<T>(hidden), width_depth = padded_depth<T>(width);
+  const int64_t depth = padded_depth<T>(hidden);
   parallel_each(static_cast<int64_t>(layout.blocks.size()), [&](int64_t i) {
-    thread_local std::vector<T> left, activated;
-    thread_local std::vector<float> row;
+    thread_local std::vector<T> left, rounded;
+    thread_local std::vector<float> activated;
     const Block& block = layout.blocks[i];
     load_block(source, block, hidden, left);
     float* gate = projected_data + block.filled_row * 2 * width;
     multiply_block(block.filled_rows, 0, 2 * width, depth, left.data(), depth,
                    expert_panels<T>(gate_up, block.expert, hidden), gate, 2 * width, false);
-    activated.assign(kRows * width_depth, T(0.0f));
-    row.resize(width);
-    for (int64_t r = 0; r < block.rows; ++r, gate += 2 * width) {
-      swiglu_row(width, gate, gate + width, bound, clamp_after_silu, weight[source.weight(block.row + r)], row.data());
-      load_row(width, row.data(), activated.data() + r * width_depth);
-    }
-    multiply_block(block.filled_rows, 0, hidden, width_depth, activated.data(), width_depth,
+    activated.resize(kRows * width);
+    for (int64_t r = 0; r < block.rows; ++r, gate += 2 * width)
+      swiglu_row(width, gate, gate + width, bound, clamp_after_silu, weight[source.weight(block.row + r)],
+                 activated.data() + r * width);
+    std::fill_n(activated.data() + block.rows * width, (block.filled_rows - block.rows) * width, 0.0f);
+    int64_t ld = width;
+    const T* down_left = left_operand(activated.data(), ld, block.filled_rows, width, rounded);
+    multiply_block(block.filled_rows, 0, hidden, padded_depth<T>(width), down_left, ld,
                    expert_panels<T>(down, block.expert, width), y_data + block.filled_row * hidden, hidden, false);
     release<T>();
   });
   return {collect(x, rows_of, layout, y), projected};
 }
 
-// dW[e] = left[rows of e]^T right[rows of e]: rows [n0, n1) of it, by one thread.
+// dW[e] = left[rows of e]^T right[rows of e]: rows [n0, n1) of it, by one thread. Left holds filled-up rows [., n];
+// right(first row, rows, scratch) gives a matrix [filled-up rows, k].
 template <typename T, typename Right>
 void weight_gradient(const Layout& layout, int64_t expert, int64_t n0, int64_t n1, int64_t n, int64_t k,
-                     const float* left, const Right& right_rows, float* dw) {
+                     const float* left, const Right& right, float* dw) {
   constexpr int64_t kStep = 512;
   thread_local std::vector<T> packed_left, packed_right;
-  thread_local std::vector<float> rows;
+  thread_local std::vector<float> scratch;
   const int64_t begin = layout.first_filled[expert], end = layout.first_filled[expert + 1];
   float* target = dw + expert * n * k + n0 * k;
   if (begin == end) std::fill_n(target, (n1 - n0) * k, 0.0f);
@@ -174,17 +177,14 @@ void weight_gradient(const Layout& layout, int64_t expert, int64_t n0, int64_t n
     const int64_t depth = std::min(kStep, end - f0);
     packed_left.resize((n1 - n0) * depth);
     pack_left(depth, n1 - n0, left + f0 * n + n0, n, packed_left.data());
-    rows.resize(depth * k);
-    const int64_t first = layout.first[expert] + f0 - begin, last = std::min(first + depth, layout.first[expert + 1]);
-    for (int64_t r = first; r < last; ++r) std::copy_n(right_rows(r, f0 + r - first), k, rows.data() + (r - first) * k);
-    std::fill_n(rows.data() + (last - first) * k, (depth - (last - first)) * k, 0.0f);
+    const float* rows = right(f0, depth, scratch);
     Panels<T> panels;
     if constexpr (std::is_same_v<T, bf16>) {
       packed_right.resize(packed_size<T>(depth, k));
-      pack_rows(depth, k, rows.data(), k, packed_right.data());
+      pack_rows(depth, k, rows, k, packed_right.data());
       panels = packed_panels<T>(packed_right.data(), depth);
     } else {
-      panels = plain_panels(rows.data(), k);
+      panels = plain_panels(rows, k);
     }
     for (int64_t m = 0; m < n1 - n0; m += kRows)
       multiply_block(std::min(kRows, n1 - n0 - m), 0, k, depth, packed_left.data() + m * depth, depth, panels,
@@ -210,9 +210,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
   float *d_projected_data = d_projected.mutable_data_ptr<float>(), *activated_data = activated.mutable_data_ptr<float>();
   float *dx_data = dx.mutable_data_ptr<float>(), *d_weight = d_weights.mutable_data_ptr<float>();
   float* dy_data = dy_filled.mutable_data_ptr<float>();
-  const int64_t depth = padded_depth<T>(hidden), projected_depth = padded_depth<T>(2 * width);
-  parallel_each(static_cast<int64_t>(layout.blocks.size()), [&](int64_t i) {
-    thread_local std::vector<T> left, d_left;
+  const auto rows_of_block = [&](int64_t i) {
+    thread_local std::vector<T> rounded;
     thread_local std::vector<float> d_activated;
     const Block& block = layout.blocks[i];
     const int64_t at = block.filled_row;
@@ -220,9 +219,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
       float* target = dy_data + (at + r) * hidden;
       r < block.rows ? std::copy_n(grad.row(block.row + r), hidden, target) : std::fill_n(target, hidden, 0.0f);
     }
-    load_filled(dy_data + at * hidden, block.filled_rows, hidden, left);
+    int64_t ld = hidden;
+    const T* left = left_operand(dy_data + at * hidden, ld, block.filled_rows, hidden, rounded);
     d_activated.resize(kRows * width);
-    multiply_block(block.filled_rows, 0, width, depth, left.data(), depth,
+    multiply_block(block.filled_rows, 0, width, padded_depth<T>(hidden), left, ld,
                    expert_panels<T>(down, block.expert, hidden), d_activated.data(), width, false);
     for (int64_t r = 0; r < block.filled_rows; ++r) {
       const float* gate = projected_data + (at + r) * 2 * width;
@@ -236,30 +236,48 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
         std::fill_n(h, width, 0.0f);
       }
     }
-    load_filled(d_projected_data + at * 2 * width, block.filled_rows, 2 * width, d_left);
-    multiply_block(block.filled_rows, 0, hidden, projected_depth, d_left.data(), projected_depth,
+    ld = 2 * width;
+    left = left_operand(d_projected_data + at * 2 * width, ld, block.filled_rows, 2 * width, rounded);
+    multiply_block(block.filled_rows, 0, hidden, padded_depth<T>(2 * width), left, ld,
                    expert_panels<T>(gate_up, block.expert, 2 * width), dx_data + at * hidden, hidden, false);
     release<T>();
-  });
+  };
   auto d_gate_up = at::empty({experts, 2 * width, hidden}, x.options());
   auto d_down = at::empty({experts, hidden, width}, x.options());
   float *d_gate_up_data = d_gate_up.mutable_data_ptr<float>(), *d_down_data = d_down.mutable_data_ptr<float>();
   const int64_t gate_up_units = ceil_div(2 * width, kGradientRows), down_units = ceil_div(hidden, kGradientRows);
   const int64_t units = gate_up_units + down_units;
-  parallel_each(experts * units, [&](int64_t i) {
-    const int64_t expert = i / units, unit = i % units;
+  const auto rows_of_weights = [&](int64_t expert, int64_t unit) {
     if (unit < gate_up_units) {
-      const int64_t n0 = unit * kGradientRows;
-      weight_gradient<T>(
-          layout, expert, n0, std::min(2 * width, n0 + kGradientRows), 2 * width, hidden, d_projected_data,
-          [&](int64_t row, int64_t) { return source.row(row); }, d_gate_up_data);
+      const auto gathered = [&](int64_t filled_row, int64_t count, std::vector<float>& rows) -> const float* {
+        const int64_t row = layout.first[expert] + filled_row - layout.first_filled[expert];
+        const int64_t real = std::min(count, layout.first[expert + 1] - row);
+        rows.resize(count * hidden);
+        for (int64_t r = 0; r < real; ++r) std::copy_n(source.row(row + r), hidden, rows.data() + r * hidden);
+        std::fill_n(rows.data() + real * hidden, (count - real) * hidden, 0.0f);
+        return rows.data();
+      };
+      const int64_t n0 = unit * kGradientRows, n1 = std::min(2 * width, n0 + kGradientRows);
+      weight_gradient<T>(layout, expert, n0, n1, 2 * width, hidden, d_projected_data, gathered, d_gate_up_data);
     } else {
-      const int64_t n0 = (unit - gate_up_units) * kGradientRows;
-      weight_gradient<T>(
-          layout, expert, n0, std::min(hidden, n0 + kGradientRows), hidden, width, dy_data,
-          [&](int64_t, int64_t filled_row) { return activated_data + filled_row * width; }, d_down_data);
+      const auto activations = [&](int64_t filled_row, int64_t, std::vector<float>&) -> const float* {
+        return activated_data + filled_row * width;
+      };
+      const int64_t n0 = (unit - gate_up_units) * kGradientRows, n1 = std::min(hidden, n0 + kGradientRows);
+      weight_gradient<T>(layout, expert, n0, n1, hidden, width, dy_data, activations, d_down_data);
     }
-  });
+  };
+  // An expert whole on one thread finds its rows still in the cache; where that would leave threads without work, rows
+  // first, then weights. The order of every sum is the same.
+  if (layout.largest() * at::get_num_threads() * 4 <= layout.first.back()) {
+    parallel_each(experts, [&](int64_t expert) {
+      for (int64_t i = layout.first_block[expert]; i < layout.first_block[expert + 1]; ++i) rows_of_block(i);
+      for (int64_t unit = 0; unit < units; ++unit) rows_of_weights(expert, unit);
+    });
+  } else {
+    parallel_each(static_cast<int64_t>(layout.blocks.size()), rows_of_block);
+    parallel_each(experts * units, [&](int64_t i) { rows_of_weights(i / units, i % units); });
+  }
   return {collect(x, rows_of, layout, dx), d_gate_up, d_down, d_weights};
 }
 
