@@ -28,6 +28,7 @@ from steptron.platform import self_test as self_test_module
 from steptron.platform.cores import Cores, measure_load, usable_cores
 from steptron.platform.launch import Workers
 from steptron.platform.threads import decide, misfit
+from steptron_kernels import extension
 
 Status = Literal["ok", "off", "warning", "failed"]
 """ok; off: an optional thing that is not there; warning: works, but not as it should; failed: must be mended."""
@@ -279,6 +280,7 @@ def _fast_paths() -> Iterator[Check]:
 
     section = "fast paths"
     cuda = torch.cuda.is_available()
+    yield _native_kernels(section, cuda)
     yield _grouped_mm(section)
     yield _compiler(section, cuda)
     for name, module, wanted in (
@@ -294,6 +296,16 @@ def _fast_paths() -> Iterator[Check]:
             yield Check(section, name, "ok", "installed")
         else:
             yield Check(section, name, "off", "not installed", wanted)
+
+
+def _native_kernels(section: str, cuda: bool) -> Check:
+    name = "native CPU kernels"
+    reason = extension.why_unavailable()
+    if reason is not None:
+        return Check(section, name, "off" if cuda else "warning", "plain torch operations instead, slower", reason)
+    if extension.has_fast_bf16():
+        return Check(section, name, "ok", "fp32 and bf16 products", "train.products=auto takes bf16 here")
+    return Check(section, name, "ok", "fp32 products", "bf16 products need AVX512-BF16 or AMX")
 
 
 def _grouped_mm(section: str) -> Check:

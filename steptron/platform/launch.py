@@ -48,11 +48,13 @@ class Workers:
         self.folder = Path(tempfile.mkdtemp(prefix="steptron-"))
         self.exit_codes: dict[int, int] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
+        # -P: a folder named steptron where the command was given, such as the clone's parent holds, is no package.
+        command = [sys.executable, "-P", "-m", module, *arguments]
         try:
             # Rank 0 inherits the listening socket: nobody can take the port in between.
             with socket.create_server(("127.0.0.1", 0), backlog=max(128, nproc)) as server:
                 for rank in range(nproc):
-                    self._start(rank, nproc, server, [sys.executable, "-m", module, *arguments], capture)
+                    self._start(rank, nproc, server, command, capture)
         except BaseException:
             self.kill()
             raise
