@@ -124,7 +124,7 @@ bench: setup ## the training step beside other implementations, on this machine
 
 clean: ## remove caches and build products; keeps the virtual environments and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find steptron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find steptron kernels tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove the virtual environments too
 	rm -rf .venv .venv312

@@ -27,8 +27,8 @@ from steptron.platform import malloc, threads
 
 os.environ.update(threads.default_environment())  # read when torch is imported
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn.functional as F
 
 from benchmarks.harness import interleave, median, print_result, print_table
 from steptron.profiling.breakdown import Breakdown, breakdown

@@ -22,6 +22,7 @@ from steptron_kernels.extension import RECORD, sources_digest
 _MACROS = {
     "__AVX2__": "avx2",
     "__FMA__": "fma",
+    "__BMI2__": "bmi2",
     "__AVX512F__": "avx512f",
     "__AVX512BW__": "avx512bw",
     "__AVX512VL__": "avx512vl",
@@ -54,12 +55,14 @@ class BuildNative(BuildExtension):
 
     def run(self) -> None:
         error = "the compiler failed: see the output of the installation"
-        built = False
+        built, inplace = False, self.inplace
         try:
             super().run()
             built = True
         except Exception as raised:  # a missing compiler or header surfaces in many ways
             error = f"{type(raised).__name__}: {raised}"
+        finally:
+            self.inplace = inplace  # setuptools restores it after a success only
         library = Path(self.get_ext_fullpath("steptron_kernels._native"))
         if built and library.exists():
             record: dict[str, object] = {

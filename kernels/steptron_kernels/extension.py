@@ -75,19 +75,24 @@ def _load(folder: Path) -> str | None:
     record_file = folder / RECORD
     if not record_file.exists():
         return f"the native CPU kernels were not built (no torch or no C++ compiler at installation): {REBUILD}"
-    record = json.loads(record_file.read_text())
+    try:
+        record = json.loads(record_file.read_text())
+        if "error" not in record:
+            library, torch_version, needs, sources = (record[key] for key in ("library", "torch", "needs", "sources"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"the record of the native CPU kernels, {record_file}, cannot be read ({error!r}): {REBUILD}"
     if "error" in record:
         return f"the native CPU kernels were not built: {record['error']}; {REBUILD}"
-    if record["torch"] != torch.__version__:
-        return f"the native CPU kernels were built for torch {record['torch']}, this is {torch.__version__}: {REBUILD}"
-    if record["sources"] != (digest := sources_digest(folder)) and digest is not None:
+    if torch_version != torch.__version__:
+        return f"the native CPU kernels were built for torch {torch_version}, this is {torch.__version__}: {REBUILD}"
+    if sources != (digest := sources_digest(folder)) and digest is not None:
         return f"the C++ sources of the native CPU kernels have changed since they were built: {REBUILD}"
-    if platform.machine() == "x86_64" and (missing := sorted(set(record["needs"]) - cpu_flags())):
+    if platform.machine() == "x86_64" and (missing := sorted(set(needs) - cpu_flags())):
         return (
             f"the native CPU kernels were built for a processor with {', '.join(missing)}, unlike this one: {REBUILD}"
         )
     try:
-        torch.ops.load_library(str(folder / record["library"]))
+        torch.ops.load_library(str(folder / library))
     except OSError as error:
         return f"the native CPU kernels cannot be loaded ({error}): {REBUILD}"
     return None

@@ -13,34 +13,35 @@ from steptron_kernels.select import Kernels, KernelsUnavailableError, select
 
 
 def choose_kernels(train: TrainConfig, device: torch.device) -> Kernels:
-    """Chooses by ``train.kernels``, ``train.products`` and ``train.precision``.
+    """Chooses by ``train.kernels``, ``train.products`` and ``train.precision``, alike on all ranks, which all call this.
 
     Raises:
-        UserError: what is asked for is not to be had here.
+        UserError: on every rank: what is asked for is not to be had on some of them, or their machines choose
+            differently where the configuration says auto.
     """
+    kernels, problem = None, ""
     try:
-        return select(train.kernels, train.products, device, DTYPES[train.precision])
+        kernels = select(train.kernels, train.products, device, DTYPES[train.precision])
     except KernelsUnavailableError as error:
-        raise UserError(f"train.kernels: {train.kernels}, train.products: {train.products}: {error}") from None
-
-
-def check_same_everywhere(kernels: Kernels) -> None:
-    """Checks that all ranks have chosen alike: machines may differ where the configuration says auto.
-
-    Raises:
-        UserError: on every rank, naming the ranks and their choices.
-    """
-    choices: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(choices, (kernels.name, kernels.products))
-    if len(set(choices)) > 1:
-        ranks = {choice: [rank for rank, other in enumerate(choices) if other == choice] for choice in set(choices)}
-        listed = "; ".join(
-            f"{name} with {products} products on ranks {ranks[name, products]}" for name, products in ranks
-        )
-        raise UserError(
-            f"the machines of this run choose different operations ({listed}): set train.kernels and train.products to "
-            "values that all of them can serve"
-        )
+        problem = str(error)
+    choice = f"{kernels.name} with {kernels.products} products" if kernels is not None else problem
+    answers: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    dist.all_gather_object(answers, (choice, kernels is None))
+    ranks: dict[tuple[str, bool], list[int]] = {}
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(answer, []).append(rank)
+    if kernels is not None and len(ranks) == 1:
+        return kernels
+    fields = f"train.kernels: {train.kernels}, train.products: {train.products}"
+    failed = [(text, where) for (text, is_problem), where in ranks.items() if is_problem]
+    if failed:
+        text, where = failed[0]
+        on = f" (rank {', '.join(map(str, where))})" if len(answers) > 1 else ""
+        raise UserError(f"{fields}: {text}{on}")
+    listed = "; ".join(f"{text} on rank {', '.join(map(str, where))}" for (text, _), where in ranks.items())
+    raise UserError(
+        f"{fields}: the machines of this run choose different operations ({listed}): set both to values that all serve"
+    )
 
 
 def describe_kernels(kernels: Kernels, train: TrainConfig) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from steptron.config.schema import OptimizerConfig
 from steptron.optim.base import MasterWeights, NamedParameter, weight_decay
+from steptron_kernels.packed_weights import weights_changed
 
 
 class AdamW:
@@ -40,8 +41,7 @@ class AdamW:
         for parameter, weight in zip(self._parameters, self._master.weights, strict=True):
             weight.grad = parameter.tensor.main_grad  # type: ignore[attr-defined]
         self._engine.step()
-        # torch's fused update does not count as a change, by which packed copies of weights notice it.
-        torch.autograd.graph.increment_version(self._master.weights)
+        weights_changed(self._master.weights)
         self._master.write_back()
 
     def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:

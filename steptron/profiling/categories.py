@@ -115,7 +115,7 @@ TABLE: tuple[Row, ...] = (
     *_aten(
         Category.COPIES,
         "copy _to_copy to clone contiguous cat stack *pad* repeat* roll flip tile fill* zero* ones* full* new_zeros "
-        "new_ones new_full index* gather* scatter* embedding* _embedding* take* masked_select masked_scatter nonzero* "
+        "new_ones new_full index* gather* scatter* embedding* _embedding* take* masked_select* masked_scatter nonzero* "
         "sort argsort topk cumsum bincount one_hot arange linspace searchsorted bucketize unique* _unique* histc "
         "cummax _cummax_helper item _local_scalar_dense",
     ),
@@ -133,7 +133,8 @@ TABLE: tuple[Row, ...] = (
     ),
     *_aten(
         Category.COPIES,
-        "empty* new_empty* view* _unsafe_view reshape* _reshape_alias as_strided* t transpose permute expand* select* "
+        "empty* new_empty* view* _unsafe_view reshape* ravel _reshape_alias as_strided* t transpose permute expand* "
+        "select* "
         "slice* narrow squeeze* unsqueeze* flatten unflatten detach* alias resize* set* resolve_conj resolve_neg "
         "unbind split* chunk unfold movedim diagonal* result_type promote_types scalar_tensor lift_fresh numpy_T "
         "is_nonzero broadcast_tensors broadcast_to type_as requires_grad retain_grad record_stream "

@@ -93,10 +93,15 @@ def live_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     sizes: dict[int, int] = {}
+    # What the training loop has frozen, the collector does not list.
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
     with warnings.catch_warnings():
         # Looking at an object can warn that it is deprecated.
         warnings.simplefilter("ignore")
         tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    if was_frozen:
+        gc.freeze()
     for tensor in tensors:
         if tensor.layout is torch.strided and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()

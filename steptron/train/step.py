@@ -15,7 +15,7 @@ from steptron.data.batch import MicroBatch
 from steptron.model.assembly import StepModel
 from steptron.model.balance import BalanceContext, bias_update
 from steptron.model.init import initialise
-from steptron.model.kernels import check_same_everywhere, choose_kernels
+from steptron.model.kernels import choose_kernels
 from steptron.model.layer_spec import ModelSpec, model_spec
 from steptron.model.stages import split_stages
 from steptron.model.transformer_config import DTYPES, transformer_config
@@ -92,7 +92,6 @@ class TrainStep:
         self.device = device
         self.spec: ModelSpec = model_spec(config.model)
         self.kernels = choose_kernels(config.train, device)
-        check_same_everywhere(self.kernels)
         self.engine_config = transformer_config(
             config.model,
             config.parallel,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +58,39 @@ def test_changed_sources(record: Any, tmp_path: Path) -> None:
 def test_broken_library(record: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_text("no library")
     assert "cannot be loaded" in record(library="broken.so")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"library": "x.so"}'])
+def test_a_damaged_record(tmp_path: Path, content: str) -> None:
+    (tmp_path / extension.RECORD).write_text(content)
+    reason = extension._load(tmp_path)
+    assert reason is not None and "cannot be read" in reason and "make native" in reason
+
+
+def test_a_build_that_fails_says_why_where_it_is_looked_for(tmp_path: Path) -> None:
+    """In place, as `make native` and editable installations build; the earlier record goes."""
+    package = tmp_path / "steptron_kernels"
+    package.mkdir()
+    for name in ("__init__.py", "build.py", "extension.py"):
+        shutil.copy(Path(extension.__file__).parent / name, package / name)
+    (package / "one.cpp").write_text("this is no C++")
+    (package / extension.RECORD).write_text('{"library": "of an earlier build"}')
+    (tmp_path / "setup.py").write_text(
+        "from pathlib import Path\n"
+        "from setuptools import setup\n"
+        "from steptron_kernels.build import BuildNative, native_extension\n"
+        "kernels = native_extension(Path('steptron_kernels'))\n"
+        "setup(name='x', ext_modules=[kernels], cmdclass={'build_ext': BuildNative})\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "the native CPU kernels were not built" in run.stderr
+    reason = extension._load(package)
+    assert reason is not None and "were not built: " in reason and "no torch" not in reason

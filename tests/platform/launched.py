@@ -21,6 +21,10 @@ def main(mode: str, folder: Path) -> int:
         (folder / f"environment-{rank}").write_text(" ".join(os.environ[name] for name in names))
         print(f"output of rank {rank}")
         return 0
+    if mode in ("fail", "die") and rank == 1:
+        # Not before the others can take the signal that follows.
+        while not all((folder / f"pid-{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
+            time.sleep(0.01)
     if mode == "fail" and rank == 1:
         print("the reason", file=sys.stderr)
         return 3

@@ -20,6 +20,12 @@ from tests.worker_pool import REPOSITORY
 MODULE = "tests.platform.launched"
 
 
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers do not look for modules in the current folder: the module of the tests has to be named."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+
+
 @contextlib.contextmanager
 def _launcher(mode: str, folder: Path, stop_grace: float = 30.0, nproc: int = 2) -> Iterator[subprocess.Popen[str]]:
     """A launching process of its own, as the command line is one; killed at the end."""
@@ -183,3 +189,10 @@ def test_two_launches_at_once_do_not_share_a_port(tmp_path: Path) -> None:
     assert len(ports) == 2
     for port in ports:  # and both are free again
         socket.create_server(("127.0.0.1", int(port))).close()
+
+
+def test_a_folder_named_like_the_package_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the parent of a clone, where `steptron/` holds no package but the project."""
+    (tmp_path / "steptron").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert launch.run_local(2, ["--help"]) == 0

@@ -37,7 +37,8 @@ int64_t align_up(int64_t x) { return ceil_div(x, kAlign) * kAlign; }
 inline float power_of_two(float x) {
   // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits: with 127, those of the exponent.
   constexpr float kRound = 12582912.0f + 127.0f;
-  const float clamped = x < -127.0f ? -127.0f : x;
+  // Rounding of very large scores may leave x above 1.
+  const float clamped = x < -127.0f ? -127.0f : (x > 1.0f ? 1.0f : x);
   const float shifted = clamped + kRound;
   const float r = clamped - (shifted - kRound);
   // Minimax polynomial of 2^r for |r| <= 1/2, relative error 2e-9.

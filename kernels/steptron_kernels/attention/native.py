@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,38 +43,30 @@ class Attention:
             _readable(k_TBgD),
             _readable(v_TBgD),
             sink_n,
-            _Options(documents, visible, query_offset, self._in_bf16),
+            documents,
+            (visible, query_offset, self._in_bf16),
         )
         return output
 
 
-@dataclass(frozen=True)
-class _Options:
-    documents_BT: Tensor | None
-    window: int
-    query_offset: int
-    in_bf16: bool
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, options: _Options) -> Tensor:
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, q, k, v, sink, documents, options: tuple[int, int, bool]
+    ) -> Tensor:
         sink = None if sink is None else sink.contiguous()
-        arguments = (options.documents_BT, options.window, options.query_offset, options.in_bf16)
         output: Tensor
-        output, log_sum = torch.ops.steptron_kernels.attention(q, k, v, sink, *arguments)
-        ctx.save_for_backward(q, k, v, output, log_sum, sink)
-        ctx.arguments = arguments
+        output, log_sum = torch.ops.steptron_kernels.attention(q, k, v, sink, documents, *options)
+        ctx.save_for_backward(q, k, v, output, log_sum, sink, documents)
+        ctx.options = options
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        d_q, d_k, d_v, d_sink = torch.ops.steptron_kernels.attention_backward(
-            _readable(d_output), *saved, *ctx.arguments
-        )
-        return d_q, d_k, d_v, None if saved[-1] is None else d_sink, None
+        d_q, d_k, d_v, d_sink = torch.ops.steptron_kernels.attention_backward(_readable(d_output), *saved, *ctx.options)
+        return d_q, d_k, d_v, None if saved[5] is None else d_sink, None, None
 
 
 def _readable(x: Tensor) -> Tensor:

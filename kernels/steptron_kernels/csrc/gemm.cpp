@@ -135,6 +135,7 @@ void multiply_packed(int64_t m, int64_t n, int64_t k, const T* a, Panels<T> b, f
 template <typename T>
 void multiply_transposed(int64_t m, int64_t n, int64_t k, const float* dy, int64_t ld_dy, const float* x, int64_t ld_x,
                          float* dw, bool add) {
+  if (m == 0 && !add) std::fill_n(dw, n * k, 0.0f);
   // Depth by depth, so that the packed operands stay in the cache.
   constexpr int64_t kStep = 1024;
   const int64_t longest = padded_depth<T>(std::min(m, kStep));

@@ -59,6 +59,8 @@ void release() {
 template <typename T>
 void multiply_block(int64_t m, int64_t n0, int64_t n1, int64_t k, const T* a, int64_t lda, Panels<T> b, float* c,
                     int64_t ldc, bool add) {
+  // A sum of nothing.
+  for (int64_t i = 0; k == 0 && !add && i < m; ++i) std::fill(c + i * ldc + n0, c + i * ldc + n1, 0.0f);
   for (int64_t k0 = 0; k0 < k; k0 += kDepth) {
     const int64_t depth = std::min(kDepth, k - k0);
     for (int64_t n = n0; n < n1; n += kPanel) {

@@ -26,7 +26,7 @@ inline at::Tensor sum_of_partials(const at::Tensor& partials) {
       }
     }
   });
-  return partials[0];
+  return partials[0].clone();  // a view would keep all of them alive
 }
 
 }  // namespace steptron

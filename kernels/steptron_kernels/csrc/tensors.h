@@ -3,6 +3,9 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+#include <optional>
+
 namespace steptron {
 
 // Elements of a float CPU tensor whose last dimension is contiguous.
@@ -17,6 +20,12 @@ inline const float* data_of(const at::Tensor& x, const char* name) {
 inline const float* contiguous_data_of(const at::Tensor& x, const char* name) {
   TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor, strides are ", x.strides());
   return data_of(x, name);
+}
+
+// The clamp of activations: infinity for none.
+inline float limit_of(std::optional<double> limit) {
+  TORCH_CHECK(!limit.has_value() || *limit >= 0, "limit: expected a number from 0 on, got ", *limit);
+  return limit.has_value() ? static_cast<float>(*limit) : std::numeric_limits<float>::infinity();
 }
 
 }  // namespace steptron

@@ -37,12 +37,35 @@ struct Layout {
   }
 };
 
+// What does not fit together is refused here: the loops below trust it.
+void check(const at::Tensor& x, const std::optional<at::Tensor>& slot, const std::optional<at::Tensor>& rows_of,
+           int64_t rows, const at::Tensor& weights) {
+  TORCH_CHECK(x.dim() == 2, "x: expected two dimensions, got ", x.sizes());
+  TORCH_CHECK(weights.numel() == rows, "weights: expected one for each of ", rows, " rows, got ", weights.sizes());
+  TORCH_CHECK(slot.has_value() == rows_of.has_value(), "slot and rows_of come together");
+  if (!slot) {
+    TORCH_CHECK(x.size(0) == rows, "x: expected the ", rows, " rows that the experts' counts add up to, got ", x.size(0));
+    return;
+  }
+  TORCH_CHECK(rows_of->dim() == 2 && rows_of->size(0) == x.size(0) && rows_of->size(1) > 0,
+              "rows_of: expected [", x.size(0), ", K], got ", rows_of->sizes());
+  for (const at::Tensor& index : {*slot, *rows_of}) {
+    TORCH_CHECK(index.scalar_type() == at::kLong && index.is_contiguous() && index.numel() == rows,
+                "plan: expected ", rows, " contiguous int64, as many as the experts' counts add up to, got ",
+                index.sizes());
+    const int64_t* data = index.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < rows; ++i)
+      TORCH_CHECK_INDEX(data[i] >= 0 && data[i] < rows, "plan: ", data[i], " is not below ", rows);
+  }
+}
+
 Layout lay_out(const at::Tensor& tokens_per_expert) {
   const auto counts = tokens_per_expert.to(at::kLong).contiguous();
   const int64_t *data = counts.const_data_ptr<int64_t>(), experts = counts.numel();
   Layout layout;
   layout.first = layout.first_filled = layout.first_block = {0};
   for (int64_t e = 0; e < experts; ++e) {
+    TORCH_CHECK(data[e] >= 0, "tokens_per_expert: ", data[e], " of expert ", e, " is negative");
     const int64_t row = layout.first.back(), filled = layout.first_filled.back(), count = data[e];
     const int64_t filled_count = ceil_div(count, kFill) * kFill;
     for (int64_t i = 0; i < count; i += kRows)
@@ -123,10 +146,6 @@ Panels<T> expert_panels(const at::Tensor& matrices, int64_t expert, int64_t dept
   return packed_panels<T>(data, depth);
 }
 
-float limit_of(std::optional<double> limit) {
-  return limit ? static_cast<float>(*limit) : std::numeric_limits<float>::infinity();
-}
-
 template <typename T>
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const std::optional<at::Tensor>& slot,
                                            const std::optional<at::Tensor>& rows_of, const at::Tensor& gate_up,
@@ -134,6 +153,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const std::optio
                                            const at::Tensor& weights, int64_t width, std::optional<double> limit,
                                            bool clamp_after_silu) {
   const Layout layout = lay_out(tokens_per_expert);
+  check(x, slot, rows_of, layout.first.back(), weights);
   const int64_t hidden = x.size(1), filled = layout.first_filled.back();
   const Source source = source_of(x, slot, rows_of);
   const float *weight = contiguous_data_of(weights, "weights"), bound = limit_of(limit);
@@ -200,6 +220,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
     const at::Tensor& tokens_per_expert, const at::Tensor& weights, const at::Tensor& projected, int64_t width,
     std::optional<double> limit, bool clamp_after_silu) {
   const Layout layout = lay_out(tokens_per_expert);
+  check(x, slot, rows_of, layout.first.back(), weights);
   const int64_t hidden = x.size(1), filled = layout.first_filled.back(), experts = tokens_per_expert.numel();
   const Source source = source_of(x, slot, rows_of), grad = source_of(dy, slot, rows_of);
   const float *weight = contiguous_data_of(weights, "weights"), bound = limit_of(limit);

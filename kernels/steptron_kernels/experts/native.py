@@ -39,8 +39,26 @@ class Experts:
         limit: float | None = None,
         clamp_after_silu: bool = True,
     ) -> Tensor:
+        experts, hidden, width = down_EHF.shape
+        if gate_up_EMH.shape != (experts, 2 * width, hidden) or x.shape[-1] != hidden:
+            raise ValueError(
+                f"x {tuple(x.shape)}, gate and up {tuple(gate_up_EMH.shape)} and down {tuple(down_EHF.shape)} do not fit "
+                "together: [..., H], [E, 2F, H] and [E, H, F]"
+            )
+        if tokens_per_expert_E.shape != (experts,):
+            raise ValueError(
+                f"tokens_per_expert {tuple(tokens_per_expert_E.shape)}: expected one for each of {experts} experts"
+            )
         y: Tensor = _Experts.apply(
-            x, gate_up_EMH, down_EHF, tokens_per_expert_E, weights, plan, limit, clamp_after_silu, self._packed
+            x if x.stride(-1) == 1 else x.contiguous(),
+            gate_up_EMH,
+            down_EHF,
+            tokens_per_expert_E,
+            weights,
+            plan,
+            limit,
+            clamp_after_silu,
+            self._packed,
         )
         return y
 

@@ -42,21 +42,25 @@ at::Tensor pack_weight(const at::Tensor& w, bool transposed, bool in_bf16) {
 }
 
 // x [M, K] times a packed right operand [K, N].
-at::Tensor multiply_rows(const at::Tensor& x, const at::Tensor& packed, int64_t n) {
+at::Tensor multiply_rows(const at::Tensor& x, const at::Tensor& packed, int64_t k, int64_t n) {
   const float* data = data_of(x, "x");
-  const int64_t m = x.size(0), k = x.size(1);
+  const int64_t m = x.size(0);
+  const bool in_bf16 = packed.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == k, "x: expected [M, ", k, "], got ", x.sizes());
+  TORCH_CHECK(packed.numel() == (in_bf16 ? packed_size<bf16>(k, n) : packed_size<float>(k, n)),
+              "packed: not a matrix of ", k, " rows and ", n, " columns");
   auto y = at::empty({m, n}, x.options());
-  if (packed.scalar_type() == at::kBFloat16)
-    multiply<bf16>(m, n, k, data, x.stride(0), packed_panels(packed.const_data_ptr<bf16>(), k),
-                   y.mutable_data_ptr<float>(), n);
+  float* out = y.mutable_data_ptr<float>();
+  if (in_bf16)
+    multiply<bf16>(m, n, k, data, x.stride(0), packed_panels(packed.const_data_ptr<bf16>(), k), out, n);
   else
-    multiply<float>(m, n, k, data, x.stride(0), packed_panels(packed.const_data_ptr<float>(), k),
-                    y.mutable_data_ptr<float>(), n);
+    multiply<float>(m, n, k, data, x.stride(0), packed_panels(packed.const_data_ptr<float>(), k), out, n);
   return y;
 }
 
 // x [M, K] times a plain float matrix [K, N].
 at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& w) {
+  TORCH_CHECK(x.dim() == 2 && w.dim() == 2 && x.size(1) == w.size(0), "x ", x.sizes(), " does not fit w ", w.sizes());
   auto y = at::empty({x.size(0), w.size(1)}, x.options());
   multiply<float>(x.size(0), w.size(1), x.size(1), data_of(x, "x"), x.stride(0),
                   plain_panels(data_of(w, "w"), w.stride(0)), y.mutable_data_ptr<float>(), w.size(1));
@@ -65,8 +69,9 @@ at::Tensor multiply_plain(const at::Tensor& x, const at::Tensor& w) {
 
 // dy [M, N]^T times x [M, K].
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, bool in_bf16) {
+  TORCH_CHECK(x.dim() == 2 && dy.dim() == 2 && x.size(0) == dy.size(0), "x ", x.sizes(), " does not fit dy ",
+              dy.sizes());
   const int64_t m = x.size(0), n = dy.size(1), k = x.size(1);
-  if (m == 0) return at::zeros({n, k}, x.options());
   auto dw = at::empty({n, k}, x.options());
   auto run = in_bf16 ? multiply_transposed<bf16> : multiply_transposed<float>;
   run(m, n, k, data_of(dy, "dy"), dy.stride(0), data_of(x, "x"), x.stride(0), dw.mutable_data_ptr<float>(), false);
@@ -77,7 +82,7 @@ at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, bool in_bf
 
 TORCH_LIBRARY_FRAGMENT(steptron_kernels, library) {
   library.def("pack_weight(Tensor weight, bool transposed, bool in_bf16) -> Tensor", &pack_weight);
-  library.def("linear(Tensor x, Tensor packed, int columns) -> Tensor", &multiply_rows);
+  library.def("linear(Tensor x, Tensor packed, int depth, int columns) -> Tensor", &multiply_rows);
   library.def("linear_plain(Tensor x, Tensor weight) -> Tensor", &multiply_plain);
   library.def("linear_weight_gradient(Tensor dy, Tensor x, bool in_bf16) -> Tensor", &weight_gradient);
 }

@@ -22,7 +22,10 @@ class Linear:
         self._packed = packed
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, self._packed)
+        if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(f"x {tuple(x.shape)} does not fit the weight {tuple(weight.shape)}: [..., K] and [N, K]")
+        x_MK = x.reshape(-1, x.shape[-1])
+        y: Tensor = _Linear.apply(x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous(), weight, self._packed)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -31,7 +34,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, weight: Tensor, packed: PackedWeights) -> Tensor:
         ctx.save_for_backward(x_MK, weight)
         ctx.packed = packed
-        y: Tensor = torch.ops.steptron_kernels.linear(x_MK, packed.transposed(weight), weight.shape[0])
+        y: Tensor = torch.ops.steptron_kernels.linear(x_MK, packed.transposed(weight), *reversed(weight.shape))
         return y
 
     @staticmethod
@@ -42,11 +45,11 @@ class _Linear(torch.autograd.Function):
         dy_MN = dy_MN.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
+            right = packed.plain(weight)
             if packed.in_bf16:
-                dx = torch.ops.steptron_kernels.linear(dy_MN, packed.plain(weight), weight.shape[1])
+                dx = torch.ops.steptron_kernels.linear(dy_MN, right, *weight.shape)
             else:
-                # A float32 matrix [N, K] is the right operand as it is.
-                dx = torch.ops.steptron_kernels.linear_plain(dy_MN, weight)
+                dx = torch.ops.steptron_kernels.linear_plain(dy_MN, right)
         if ctx.needs_input_grad[1]:
             dw = torch.ops.steptron_kernels.linear_weight_gradient(dy_MN, x_MK, packed.in_bf16)
         return dx, dw, None

@@ -90,8 +90,7 @@ std::tuple<at::Tensor, at::Tensor> route_backward(const std::optional<at::Tensor
   const float* d_weights = grad_weights ? contiguous_data_of(*grad_weights, "grad_weights") : nullptr;
   const float* d_scores = grad_scores ? contiguous_data_of(*grad_scores, "grad_scores") : nullptr;
   auto grad_h = at::empty({needs_h ? count : 0, hidden}, h.options());
-  auto grad_w = needs_w && count > 0 ? at::empty({num_experts, hidden}, h.options())
-                                     : at::zeros({needs_w ? num_experts : 0, hidden}, h.options());
+  auto grad_w = at::empty({needs_w ? num_experts : 0, hidden}, h.options());
   float* dh = needs_h ? grad_h.mutable_data_ptr<float>() : nullptr;
   auto buffer = std::make_unique_for_overwrite<float[]>(count * num_experts);
   float* d_logits = buffer.get();
@@ -121,7 +120,7 @@ std::tuple<at::Tensor, at::Tensor> route_backward(const std::optional<at::Tensor
       multiply_block(rows, 0, hidden, num_experts, target, num_experts, plain_panels(w, hidden), dh + t0 * hidden,
                      hidden, false);
   });
-  if (needs_w && count > 0)
+  if (needs_w)
     multiply_transposed<float>(count, num_experts, hidden, d_logits, num_experts, in, h.stride(0),
                                grad_w.mutable_data_ptr<float>(), false);
   return {grad_h, grad_w};

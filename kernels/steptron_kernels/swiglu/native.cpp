@@ -32,11 +32,6 @@ struct Rows {
   }
 };
 
-float limit_of(std::optional<double> limit) {
-  TORCH_CHECK(!limit.has_value() || *limit >= 0, "limit: expected a number from 0 on, got ", *limit);
-  return limit.has_value() ? static_cast<float>(*limit) : INFINITY;
-}
-
 at::Tensor swiglu(const at::Tensor& gate_up, std::optional<double> limit, bool clamp_after_silu) {
   const Rows rows(gate_up);
   const int64_t f = rows.width;

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from steptron_kernels import extension
 from steptron_kernels.experts import native, plain
+from steptron_kernels.experts.plan import RowPlan
 from steptron_kernels.packed_weights import PackedWeights
 from tests.model.helpers import relative_error
 
@@ -164,3 +165,59 @@ def test_a_bad_token_stays_as_visible_as_in_torch(value: float, limit: float | N
 def test_selections_out_of_range_are_refused() -> None:
     with pytest.raises(IndexError, match="4 is not below 4"):
         native.row_plan(torch.tensor([[0, 4]]), 4)
+
+
+MISFITS = {
+    "counts add up to more": ({"counts": [3, 3, 3, 4]}, RuntimeError, "expected one for each of 13"),
+    "counts add up to less": ({"counts": [3, 0, 2, 1]}, RuntimeError, "expected one for each of 6"),
+    "negative count": ({"counts": [-3, 10, 2, 1]}, RuntimeError, "-3 of expert 0 is negative"),
+    "more counts than experts": ({"counts": [3, 3, 2, 1, 1]}, ValueError, "one for each of 4 experts"),
+    "too few weights": ({"weights": torch.ones(4)}, RuntimeError, "expected one for each of 10 rows"),
+    "other width of x": ({"x": torch.ones(10, 30)}, ValueError, "do not fit together"),
+    "other width of down": ({"down": torch.ones(4, 24, 8)}, ValueError, "do not fit together"),
+    "plan of other tokens": ({"plan": native.row_plan(torch.zeros(50, 1).long(), 4)[0]}, RuntimeError, "rows_of"),
+    "plan without choices": ({"plan": RowPlan(torch.zeros(0).long(), torch.zeros(10, 0).long())}, RuntimeError, "K"),
+    "plan out of range": (
+        {"plan": RowPlan(torch.arange(1, 11), torch.arange(10)[:, None])},
+        IndexError,
+        "10 is not below 10",
+    ),
+    "negative limit": ({"limit": -1.0}, RuntimeError, "limit: expected a number from 0 on"),
+}
+
+
+@pytest.mark.parametrize("changes, error, words", MISFITS.values(), ids=MISFITS)
+def test_misfits_are_refused(changes: dict[str, object], error: type[Exception], words: str) -> None:
+    """Nothing is read or written out of bounds, whatever comes from outside."""
+    arguments = {
+        "x": torch.ones(10, 24),
+        "gate_up": torch.ones(4, 20, 24),
+        "down": torch.ones(4, 24, 10),
+        "counts": [3, 3, 2, 2],
+        "weights": torch.ones(10),
+        "plan": None,
+        "limit": None,
+    } | changes
+    arguments["counts"] = torch.tensor(arguments["counts"])
+    with pytest.raises(error, match=words):
+        native.Experts(PackedWeights("fp32"))(*arguments.values())
+
+
+@pytest.mark.parametrize("products", ["fp32"] + (["bf16"] if extension.has_fast_bf16() else []))
+def test_sizes_beyond_one_step(products: str) -> None:
+    """More rows of an expert, depth and rows of a weight than one step takes; odd sizes; both orders of work."""
+    inputs, selection = make(1300, 3, 2, 530, 301, seed=8)
+    selection[:900, 0], selection[:900, 1] = 2, 0
+    expected = run(plain, plain.experts, inputs, selection, torch.float64, None, True)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(
+                run(native, native.Experts(PackedWeights(products)), inputs, selection, torch.float32, None, True)
+            )  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(threads)
+    for own, other, right in zip(*results, expected, strict=True):
+        assert torch.equal(own, other)
+        assert relative_error(own, right) < (2e-6 if products == "fp32" else 1e-2)

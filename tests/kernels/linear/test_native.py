@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from steptron_kernels import extension
 from steptron_kernels.linear.native import Linear
-from steptron_kernels.packed_weights import PackedWeights, Products
+from steptron_kernels.packed_weights import PackedWeights, Products, weights_changed
 from tests.model.helpers import relative_error
 
 extension.require()
 
 
 def run(products: Products, x: torch.Tensor, weight: torch.Tensor, direction: torch.Tensor) -> list[torch.Tensor]:
-    leaves = [x.float().requires_grad_(), weight.float().requires_grad_()]
+    leaves = [t.float().detach().requires_grad_() for t in (x, weight)]
     y = Linear(PackedWeights(products))(*leaves)
     return [y, *torch.autograd.grad(y, leaves, direction.float())]
 
@@ -122,3 +122,53 @@ def test_weights_are_packed_once_per_change() -> None:
         weight.add_(1.0)
     second = packed.transposed(weight)
     assert second is not first and not torch.equal(first, second)
+
+
+def test_a_new_storage_and_what_the_counter_does_not_see() -> None:
+    packed = PackedWeights("fp32")
+    linear, x = Linear(packed), torch.ones(1, 4)
+    weight = torch.nn.Parameter(torch.ones(2, 4))
+    assert linear(x, weight).tolist() == [[4.0, 4.0]]
+    weight.data = torch.full((2, 4), 2.0)
+    assert linear(x, weight).tolist() == [[8.0, 8.0]]
+    weight.data.mul_(2.0)  # behind the counter's back
+    weights_changed([weight])
+    assert linear(x, weight).tolist() == [[16.0, 16.0]]
+
+
+def test_weights_without_a_version_are_not_cached() -> None:
+    with torch.inference_mode():
+        weight = torch.ones(2, 4)
+        linear = Linear(PackedWeights("fp32"))
+        assert linear(torch.ones(1, 4), weight).tolist() == [[4.0, 4.0]]
+        weight.mul_(2.0)
+        assert linear(torch.ones(1, 4), weight).tolist() == [[8.0, 8.0]]
+
+
+@pytest.mark.parametrize("columns", [4, 100])
+def test_misfits_are_refused(columns: int) -> None:
+    with pytest.raises(ValueError, match=r"does not fit the weight \(3, 8\)"):
+        Linear(PackedWeights("fp32"))(torch.ones(5, columns), torch.ones(3, 8))
+    ops = torch.ops.steptron_kernels
+    with pytest.raises(RuntimeError, match="x: expected"):
+        ops.linear(torch.ones(5, columns), ops.pack_weight(torch.ones(3, 8), True, False), 8, 3)
+    with pytest.raises(RuntimeError, match="packed: not a matrix"):
+        ops.linear(torch.ones(5, 9), ops.pack_weight(torch.ones(3, 8), True, False), 9, 3)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        ops.linear_plain(torch.ones(5, columns), torch.ones(8, 3))
+    with pytest.raises(RuntimeError, match="does not fit"):
+        ops.linear_weight_gradient(torch.ones(4, 3), torch.ones(5, 8), False)
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_a_sum_of_nothing_is_zero(products: Products) -> None:
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.empty(0, 8, requires_grad=True)
+    (dx,) = torch.autograd.grad(Linear(PackedWeights(products))(x, weight), [x], torch.empty(5, 0))
+    assert torch.count_nonzero(dx) == 0
+
+
+def test_transposed_operands() -> None:
+    x, weight, direction = random((32, 7), 1).t(), random((32, 9), 2).t(), random((7, 9), 3)
+    own = run("fp32", x, weight, direction)
+    for a, b in zip(own, reference(x, weight, direction, False), strict=True):
+        assert relative_error(a, b) < 1e-6
