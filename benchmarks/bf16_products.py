@@ -37,6 +37,7 @@ def train(dataset: Path, folder: Path, steps: int, products: str, seed: int) -> 
         f"train.products={products}",
         f"train.seed={seed}",
         "train.kernels=native",
+        "train.global_batch_size=4",
     ]
     command = [sys.executable, "-m", "steptron", "pretrain", CONFIG, *overrides, "--fresh"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)

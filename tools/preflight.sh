@@ -81,13 +81,13 @@ number=$(version "$python")
 "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
     fail "$python has no venv module: $(install_hint "python$number-venv" "python$number")"
 
-# Nothing is compiled during installation, so these two are no reason to stop.
+# What is compiled during installation makes a CPU faster and is not needed: no reason to stop.
 missing=""
 command -v g++ >/dev/null 2>&1 || command -v c++ >/dev/null 2>&1 || missing="a C++ compiler"
 "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
     missing="${missing:+$missing and }Python's C headers"
 [ -z "$missing" ] ||
-    printf 'steptron: note: everything runs without %s, but torch.compile needs them: %s\n' "$missing" \
+    printf 'steptron: note: everything runs without %s, but the native CPU kernels (twice as fast) and torch.compile need them: %s\n' "$missing" \
         "$(install_hint "g++ python$number-dev" "gcc-c++ python$number-devel")" >&2
 
 printf '%s\n' "$python"

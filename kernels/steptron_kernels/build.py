@@ -11,9 +11,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
-import torch
 from setuptools import Extension
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
@@ -36,7 +36,7 @@ _MACROS = {
 
 def native_extension(folder: Path) -> Extension:
     """The extension, from every C++ file of the package."""
-    flags = ["-O3", *_target(), "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c++20", "-Wno-psabi"]
+    flags = ["-O3", "-g0", *_target(), "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c++20", "-Wno-psabi"]
     return CppExtension(
         "steptron_kernels._native",
         sorted(str(path) for path in folder.rglob("*.cpp")),
@@ -54,7 +54,9 @@ class BuildNative(BuildExtension):
     """Builds, and writes beside the library what it needs, or why there is none."""
 
     def run(self) -> None:
-        error = "the compiler failed: see the output of the installation"
+        record_file = Path(self.get_ext_fullpath("steptron_kernels._native")).parent / RECORD
+        record_file.unlink(missing_ok=True)  # what is half built is not to be loaded
+        error = "the compiler failed: `make native` shows its words"
         built, inplace = False, self.inplace
         try:
             super().run()
@@ -67,15 +69,18 @@ class BuildNative(BuildExtension):
         if built and library.exists():
             record: dict[str, object] = {
                 "library": library.name,
-                "torch": torch.__version__,
+                "torch": metadata.version("torch"),
+                "bytes": library.stat().st_size,
                 "needs": _needs(),
                 "sources": sources_digest(Path(__file__).parent),
             }
         else:
             record = {"error": error}
             print(f"steptron: the native CPU kernels were not built: {error}", file=sys.stderr)
-        library.parent.mkdir(parents=True, exist_ok=True)
-        (library.parent / RECORD).write_text(json.dumps(record) + "\n")
+        record_file.parent.mkdir(parents=True, exist_ok=True)
+        partial = record_file.with_suffix(".partial")
+        partial.write_text(json.dumps(record) + "\n")
+        partial.replace(record_file)
 
 
 def _needs() -> list[str]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import platform
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
@@ -69,30 +70,41 @@ def sources_digest(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _load(folder: Path) -> str | None:
-    import torch
-
+def why_unfit(folder: Path = _FOLDER) -> str | None:
+    """Why the library of a folder does not fit this environment and processor; None where it does. Loads nothing."""
     record_file = folder / RECORD
     if not record_file.exists():
-        return f"the native CPU kernels were not built (no torch or no C++ compiler at installation): {REBUILD}"
+        return f"the native CPU kernels were not built (no torch at installation, or it was broken off): {REBUILD}"
     try:
         record = json.loads(record_file.read_text())
-        if "error" not in record:
-            library, torch_version, needs, sources = (record[key] for key in ("library", "torch", "needs", "sources"))
+        if "error" in record:
+            return f"the native CPU kernels were not built: {record['error']}; {REBUILD}"
+        library, size, torch, sources = (record[key] for key in ("library", "bytes", "torch", "sources"))
+        needs = set(record["needs"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"the record of the native CPU kernels, {record_file}, cannot be read ({error!r}): {REBUILD}"
-    if "error" in record:
-        return f"the native CPU kernels were not built: {record['error']}; {REBUILD}"
-    if torch_version != torch.__version__:
-        return f"the native CPU kernels were built for torch {torch_version}, this is {torch.__version__}: {REBUILD}"
+    if torch != (present := metadata.version("torch")):
+        return f"the native CPU kernels were built for torch {torch}, this is {present}: {REBUILD}"
     if sources != (digest := sources_digest(folder)) and digest is not None:
         return f"the C++ sources of the native CPU kernels have changed since they were built: {REBUILD}"
-    if platform.machine() == "x86_64" and (missing := sorted(set(needs) - cpu_flags())):
+    if platform.machine() == "x86_64" and (missing := sorted(needs - cpu_flags())):
         return (
             f"the native CPU kernels were built for a processor with {', '.join(missing)}, unlike this one: {REBUILD}"
         )
+    file = folder / library
+    if not file.exists() or file.stat().st_size != size:
+        return f"the native CPU kernels, {file}, are missing or damaged: {REBUILD}"
+    return None
+
+
+def _load(folder: Path) -> str | None:
+    if (reason := why_unfit(folder)) is not None:
+        return reason
+    import torch
+
+    library = folder / json.loads((folder / RECORD).read_text())["library"]
     try:
-        torch.ops.load_library(str(folder / library))
+        torch.ops.load_library(str(library))
     except OSError as error:
-        return f"the native CPU kernels cannot be loaded ({error}): {REBUILD}"
+        return f"the native CPU kernels cannot be loaded ({error.__cause__ or error}): {REBUILD}"
     return None

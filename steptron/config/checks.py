@@ -22,7 +22,7 @@ from steptron.config.schema import (
     TrainConfig,
 )
 from steptron.errors import ConfigError
-from steptron_kernels.extension import has_fast_bf16
+from steptron_kernels.extension import has_fast_bf16, why_unfit
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
 _ROW_MULTIPLE = {"fp32": 4, "bf16": 8}
@@ -386,6 +386,10 @@ def _kernels(train: TrainConfig, device: str) -> Iterator[str]:
             yield f"{text}, which is for train.precision fp32 (it is {train.precision}): set it to auto"
         elif explicit and train.device != "cpu" and (train.device == "cuda" or device == "cuda" or _has_cuda()):
             yield f"{text}, which is for CPUs, but the run is on a GPU: set it to auto, or train.device to cpu"
+    on_cpu = train.precision == "fp32" and (train.device == "cpu" or (device != "cuda" and not _has_cuda()))
+    explicit = train.kernels == "native" or train.products == "bf16"
+    if explicit and on_cpu and (reason := why_unfit()) is not None:
+        yield f"{asked[0] if train.kernels == 'native' else asked[1]}, but {reason}"
     if train.products == "bf16" and train.kernels == "plain":
         yield "train.products is bf16, which needs the native kernels, but train.kernels is plain: set one to auto"
     elif train.products == "bf16" and train.precision == "fp32" and not has_fast_bf16():

@@ -13,7 +13,7 @@ from steptron_kernels.select import Kernels, KernelsUnavailableError, select
 
 
 def choose_kernels(train: TrainConfig, device: torch.device) -> Kernels:
-    """Chooses by ``train.kernels``, ``train.products`` and ``train.precision``, alike on all ranks, which all call this.
+    """Chooses by ``train.kernels``, ``train.products`` and ``train.precision``, alike on all ranks: all call this.
 
     Raises:
         UserError: on every rank: what is asked for is not to be had on some of them, or their machines choose

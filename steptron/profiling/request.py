@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from steptron.errors import UserError
 
-_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
+_RANGE = re.compile(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -249,8 +249,9 @@ class Pretraining:
 
         request, notes = self.profile.after(self.progress.step)
         folder = self.config.train.output / "profile"
+        ranks = f"rank{'s' if len(request.ranks) > 1 else ''} {', '.join(map(str, request.ranks))}"
         for window in request.windows:
-            notes.append(f"profile   {window}, rank {', '.join(map(str, request.ranks))}, to {folder}")
+            notes.append(f"profile   {window}, {ranks}, to {folder}")
         self._say("\n".join(notes))
         if dist.get_rank() not in request.ranks:
             return contextlib.nullcontext()

@@ -534,3 +534,40 @@ def test_data_folders_must_exist_when_asked() -> None:
 )
 def test_smallest_world_size(layout: dict[str, int], size: int) -> None:
     assert smallest_world_size(ParallelConfig(**layout)) == size
+
+
+# ------------------------------------------------------------------------------ operations on the CPU
+
+KERNELS = [
+    (["train.kernels=native", "train.precision=bf16"], "train.kernels is native, which is for train.precision fp32"),
+    (["train.products=bf16", "train.precision=bf16"], "train.products is bf16, which is for train.precision fp32"),
+    (["train.products=bf16", "train.kernels=plain"], "needs the native kernels, but train.kernels is plain"),
+]
+
+
+@pytest.mark.parametrize("overrides, words", KERNELS)
+def test_operations_that_do_not_go_together(overrides: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_fast_bf16", lambda: True)
+    (problem,) = problems(*overrides)
+    assert words in problem
+
+
+def test_bf16_products_need_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_fast_bf16", lambda: False)
+    (problem,) = problems("train.products=bf16")
+    assert "neither AVX512-BF16 nor AMX" in problem
+    check(config("train.products=auto"), 1, "cpu")
+
+
+@pytest.mark.parametrize("override", ["train.kernels=native", "train.products=bf16"])
+def test_a_missing_library_is_seen_before_any_process_starts(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_fast_bf16", lambda: True)
+    monkeypatch.setattr(checks, "why_unfit", lambda: "it was not built")
+    (problem,) = problems(override)
+    assert problem.endswith(", but it was not built")
+    check(config("train.kernels=auto"), 1, "cpu")
+
+
+def test_native_operations_are_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="is for CPUs, but the run is on a GPU"):
+        check(config("train.kernels=native"), 1, "cuda")

@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from steptron_kernels import extension
 
@@ -21,9 +21,11 @@ def record(tmp_path: Path) -> Any:
     """Writes the record of a build into a folder without C++ sources, and says what loading it gives."""
 
     def load(**changes: object) -> str | None:
-        built = json.loads((Path(extension.__file__).parent / extension.RECORD).read_text())
+        folder = Path(extension.__file__).parent
+        built = json.loads((folder / extension.RECORD).read_text())
+        shutil.copy(folder / built["library"], tmp_path)
         (tmp_path / extension.RECORD).write_text(json.dumps(built | changes))
-        return extension._load(tmp_path)
+        return extension.why_unfit(tmp_path)
 
     return load
 
@@ -42,7 +44,7 @@ def test_failed_build(record: Any) -> None:
 
 
 def test_another_torch(record: Any) -> None:
-    assert f"were built for torch 1.0, this is {torch.__version__}" in record(torch="1.0")
+    assert f"were built for torch 1.0, this is {metadata.version('torch')}" in record(torch="1.0")
 
 
 def test_another_processor(record: Any) -> None:
@@ -52,12 +54,20 @@ def test_another_processor(record: Any) -> None:
 def test_changed_sources(record: Any, tmp_path: Path) -> None:
     (tmp_path / "one.cpp").write_text("int one;")
     assert "C++ sources of the native CPU kernels have changed" in record()
-    assert "cannot be loaded" in record(sources=extension.sources_digest(tmp_path), library="none.so")
+    assert record(sources=extension.sources_digest(tmp_path)) is None
 
 
 def test_broken_library(record: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_text("no library")
-    assert "cannot be loaded" in record(library="broken.so")
+    assert record(library="broken.so", bytes=10) is None
+    reason = extension._load(tmp_path)
+    assert reason is not None and "cannot be loaded" in reason
+
+
+def test_truncated_or_missing_library(record: Any) -> None:
+    """A truncated one would end the process when it is loaded."""
+    assert "missing or damaged" in record(bytes=1)
+    assert "missing or damaged" in record(library="none.so")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"library": "x.so"}'])

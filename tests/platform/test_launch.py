@@ -196,3 +196,4 @@ def test_a_folder_named_like_the_package_is_not_imported(tmp_path: Path, monkeyp
     (tmp_path / "steptron").mkdir()
     monkeypatch.chdir(tmp_path)
     assert launch.run_local(2, ["--help"]) == 0
+    subprocess.run([sys.executable, "-m", "steptron", "--help"], check=True, stdout=subprocess.DEVNULL, timeout=60)

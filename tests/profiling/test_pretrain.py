@@ -65,6 +65,11 @@ def check(folder: Path) -> str:
     return page
 
 
+def bytes_before(folder: Path) -> int:
+    """Bytes of the tensors that were alive before the profile."""
+    return int(json.loads((folder / "memory.json").read_text())["alive_before_bytes"])
+
+
 def test_two_processes(data: Path, tmp_path: Path) -> None:
     """Ranks of a pipeline with split experts write their own folders; one prints."""
     output = tmp_path / "run"
@@ -98,6 +103,8 @@ def test_a_run_profiles_is_stopped_in_a_window_and_goes_on(data: Path, tmp_path:
     page = check(output / "profile" / "steps-2-3" / "rank0")
     assert page in text and "2 steps in" in page and "times the" in page and page.count("\n") < 66
     assert "warning" not in text
+    # nano: parameters, gradients and two moments in float32.
+    assert bytes_before(output / "profile" / "steps-2-3" / "rank0") > 746_232 * 16
     (checkpoint,) = list_checkpoints(output)
     step = json.loads((checkpoint / "steptron.json").read_text())["progress"]["step"]
     assert f"\n{step - 4} step" in check(output / "profile" / "steps-5-90000" / "rank0")

@@ -42,8 +42,8 @@ class Experts:
         experts, hidden, width = down_EHF.shape
         if gate_up_EMH.shape != (experts, 2 * width, hidden) or x.shape[-1] != hidden:
             raise ValueError(
-                f"x {tuple(x.shape)}, gate and up {tuple(gate_up_EMH.shape)} and down {tuple(down_EHF.shape)} do not fit "
-                "together: [..., H], [E, 2F, H] and [E, H, F]"
+                f"x {tuple(x.shape)}, gate and up {tuple(gate_up_EMH.shape)} and down {tuple(down_EHF.shape)} do not "
+                "fit together: [..., H], [E, 2F, H] and [E, H, F]"
             )
         if tokens_per_expert_E.shape != (experts,):
             raise ValueError(
