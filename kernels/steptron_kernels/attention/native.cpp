@@ -425,19 +425,20 @@ void forward(const Layout& l, const Documents& documents, const Rows& q, const R
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+// The output; and of every row what its softmax was relative to and one over the sum: apart, since a log-sum-exp of large
+// scores has few digits left for the sum.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                              const c10::optional<at::Tensor>& sink,
                                              const c10::optional<at::Tensor>& documents, int64_t window,
                                              int64_t query_offset, bool in_bf16) {
   const Layout l(q, k, query_offset, window);
   auto output = at::empty(q.sizes(), q.options());
-  auto log_sum = at::empty({l.B, l.g, l.blocks, l.columns}, q.options()), sum = at::empty_like(log_sum);
+  auto shift = at::empty({l.B, l.g, l.blocks, l.columns}, q.options()), sum = at::empty_like(shift);
   const auto run = in_bf16 ? forward<bf16> : forward<float>;
   run(l, Documents(documents, l), Rows(q, "q"), Rows(k, "k"), Rows(v, "v"),
       sink.has_value() ? contiguous_data_of(*sink, "sink") : nullptr, output.mutable_data_ptr<float>(),
-      log_sum.mutable_data_ptr<float>(), sum.mutable_data_ptr<float>());
-  log_sum.add_(sum.log2_());
-  return {output, log_sum};
+      shift.mutable_data_ptr<float>(), sum.mutable_data_ptr<float>());
+  return {output, shift, sum.reciprocal_()};
 }
 
 // Runs of query blocks that see about equally many keys.
@@ -482,26 +483,27 @@ float rounded(float x) {
 
 // A step of the backward, from products q k and d_o v: the probabilities as a left operand, the gradients of the scores
 // as a left and as a right operand. Float operands take the places of what they are made from.
-void gradients_step(int64_t keys, int64_t columns, float unit, float* scores, float* products, const float* log_sum,
-                    const float* dot, float*, float*, float*) {
+void gradients_step(int64_t keys, int64_t columns, float unit, float* scores, float* products, const float* shift,
+                    const float* inverse, const float* dot, float*, float*, float*) {
   for (int64_t j = 0; j < keys; ++j) {
     float *__restrict p = scores + j * columns, *__restrict d = products + j * columns;
     for (int64_t c = 0; c < columns; ++c) {
-      p[c] = power_of_two(p[c] * unit - log_sum[c]);
+      p[c] = power_of_two(p[c] * unit - shift[c]) * inverse[c];
       d[c] = p[c] * (d[c] - dot[c]);
     }
   }
 }
 
-void gradients_step(int64_t keys, int64_t columns, float unit, float* scores, float* products, const float* log_sum,
-                    const float* dot, bf16* left_p, bf16* left_d, bf16* right_d) {
+void gradients_step(int64_t keys, int64_t columns, float unit, float* scores, float* products, const float* shift,
+                    const float* inverse, const float* dot, bf16* left_p, bf16* left_d, bf16* right_d) {
   for (int64_t j = 0; j < keys; j += 2) {
     const float *s0 = scores + j * columns, *s1 = s0 + columns, *d0 = products + j * columns, *d1 = d0 + columns;
     auto *p = reinterpret_cast<uint16_t*>(left_p) + j * columns, *d = reinterpret_cast<uint16_t*>(left_d) + j * columns;
     auto* right = reinterpret_cast<uint32_t*>(right_d) + j / 2 * columns;
 #pragma GCC ivdep
     for (int64_t c = 0; c < columns; ++c) {
-      const float p0 = power_of_two(s0[c] * unit - log_sum[c]), p1 = power_of_two(s1[c] * unit - log_sum[c]);
+      const float p0 = power_of_two(s0[c] * unit - shift[c]) * inverse[c];
+      const float p1 = power_of_two(s1[c] * unit - shift[c]) * inverse[c];
       const uint32_t first = rounded_bits(p0 * (d0[c] - dot[c])), second = rounded_bits(p1 * (d1[c] - dot[c]));
       p[c] = static_cast<uint16_t>(rounded_bits(p0) >> 16);
       p[columns + c] = static_cast<uint16_t>(rounded_bits(p1) >> 16);
@@ -520,7 +522,8 @@ struct Gradients {
 
 template <typename T>
 void backward(const Layout& l, const Documents& documents, const Rows& d_output, const Rows& q, const Rows& k,
-              const Rows& v, const Rows& output, const float* log_sums, const float* sinks, Gradients gradients) {
+              const Rows& v, const Rows& output, const float* shifts, const float* inverses, const float* sinks,
+              Gradients gradients) {
   constexpr bool in_place = std::is_same_v<T, float>;
   const auto keys = Packed<T>::rows(l, k), values = Packed<T>::rows(l, v);
   const auto key_columns = Packed<T>::columns(l, k);
@@ -553,7 +556,7 @@ void backward(const Layout& l, const Documents& documents, const Rows& d_output,
     for (int64_t i = segments.blocks[segment].begin; i < segments.blocks[segment].end; ++i) {
       take_block(l, q, b, group, i, q_DC, q_CD);
       take_block(l, d_output, b, group, i, d_o_DC, d_o_CD);
-      const float* log_sum = log_sums + (pair * l.blocks + i) * C;
+      const float *shift = shifts + (pair * l.blocks + i) * C, *inverse = inverses + (pair * l.blocks + i) * C;
       std::fill_n(dot, C, 0.0f);
       for (int64_t h = 0; h < l.r; ++h) {
         const int64_t head = group * l.r + h;
@@ -564,7 +567,8 @@ void backward(const Layout& l, const Documents& documents, const Rows& d_output,
 #pragma omp simd reduction(+ : sum)
           for (int64_t d = 0; d < l.D; ++d) sum += o[d] * rounded<T>(d_o[d]);
           dot[h * l.block + t] = sum;
-          if (sinks) d_sink -= power_of_two(sinks[head] * kLog2E - log_sum[h * l.block + t]) * sum;
+          const int64_t c = h * l.block + t;
+          if (sinks) d_sink -= power_of_two(sinks[head] * kLog2E - shift[c]) * inverse[c] * sum;
         }
         if (sinks) gradients.sinks[(b * l.blocks + i) * l.n + head] = d_sink;
       }
@@ -575,7 +579,7 @@ void backward(const Layout& l, const Documents& documents, const Rows& d_output,
         tile(K, C, depth, keys.rows_from(pair, begin), depth, q_DC, C, scores_KC, C, false);
         visibility.mask(begin, end, scores_KC);
         tile(K, C, depth, values.rows_from(pair, begin), depth, d_o_DC, C, products_KC, C, false);
-        gradients_step(K, C, l.unit, scores_KC, products_KC, log_sum, dot, left_p, left_d, right_d);
+        gradients_step(K, C, l.unit, scores_KC, products_KC, shift, inverse, dot, left_p, left_d, right_d);
         tile(K, l.D, C, left_p, C, d_o_CD, l.D, sum_v + sum, l.D, true);
         tile(K, l.D, C, left_d, C, q_CD, l.D, sum_k + sum, l.D, true);
         tile(l.D, C, K, key_columns.columns_from(pair, begin), l.ld_keys, right_d, C, d_q_DC, C, !first);
@@ -608,7 +612,8 @@ void backward(const Layout& l, const Documents& documents, const Rows& d_output,
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const at::Tensor& d_output, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& output,
-    const at::Tensor& log_sum, const c10::optional<at::Tensor>& sink, const c10::optional<at::Tensor>& documents,
+    const at::Tensor& shift, const at::Tensor& inverse, const c10::optional<at::Tensor>& sink,
+    const c10::optional<at::Tensor>& documents,
     int64_t window, int64_t query_offset, bool in_bf16) {
   const Layout l(q, k, query_offset, window);
   const bool with_sink = sink.has_value();
@@ -617,7 +622,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
   std::vector<float> d_sinks(with_sink ? l.B * l.blocks * l.n : 0);
   const auto run = in_bf16 ? backward<bf16> : backward<float>;
   run(l, Documents(documents, l), Rows(d_output, "d_output"), Rows(q, "q"), Rows(k, "k"), Rows(v, "v"),
-      Rows(output, "output"), contiguous_data_of(log_sum, "log_sum"),
+      Rows(output, "output"), contiguous_data_of(shift, "shift"), contiguous_data_of(inverse, "inverse"),
       with_sink ? contiguous_data_of(*sink, "sink") : nullptr,
       {d_q.mutable_data_ptr<float>(), d_k.mutable_data_ptr<float>(), d_v.mutable_data_ptr<float>(), d_sinks.data()});
   float* total = d_sink.mutable_data_ptr<float>();
@@ -630,10 +635,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
 TORCH_LIBRARY_FRAGMENT(steptron_kernels, library) {
   library.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? documents, int window, int query_offset,"
-      " bool in_bf16) -> (Tensor, Tensor)",
+      " bool in_bf16) -> (Tensor, Tensor, Tensor)",
       &attention);
   library.def(
-      "attention_backward(Tensor d_output, Tensor q, Tensor k, Tensor v, Tensor output, Tensor log_sum, Tensor? sink,"
+      "attention_backward(Tensor d_output, Tensor q, Tensor k, Tensor v, Tensor output, Tensor shift, Tensor inverse, Tensor? sink,"
       " Tensor? documents, int window, int query_offset, bool in_bf16) -> (Tensor, Tensor, Tensor, Tensor)",
       &attention_backward);
 }

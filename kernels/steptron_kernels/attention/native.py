@@ -56,8 +56,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         sink = None if sink is None else sink.contiguous()
         output: Tensor
-        output, log_sum = torch.ops.steptron_kernels.attention(q, k, v, sink, documents, *options)
-        ctx.save_for_backward(q, k, v, output, log_sum, sink, documents)
+        output, shift, inverse = torch.ops.steptron_kernels.attention(q, k, v, sink, documents, *options)
+        ctx.save_for_backward(q, k, v, output, shift, inverse, sink, documents)
         ctx.options = options
         return output
 
@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         d_q, d_k, d_v, d_sink = torch.ops.steptron_kernels.attention_backward(_readable(d_output), *saved, *ctx.options)
-        return d_q, d_k, d_v, None if saved[5] is None else d_sink, None, None
+        return d_q, d_k, d_v, None if saved[6] is None else d_sink, None, None
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -124,9 +124,11 @@ def test_equals_the_definition_over_many_blocks(
 
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("window", [64, None])
-def test_float32_is_as_exact_as_dense(window: int | None, sink: bool) -> None:
-    """At most twice the error of dense float32 attention, both against float64."""
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+def test_float32_is_as_exact_as_dense(window: int | None, sink: bool, scale: float) -> None:
+    """At most twice the error of dense float32 attention, both against float64, with large scores too."""
     case = Case.random(256, 2, 6, 2, 32).to(torch.float32)
+    case = Case(case.q * scale, case.k, case.v, case.sink, case.d_output)
     documents = ragged_documents(256, 2, seed=5)
     truth = case.to(torch.float64).run(dense(window, documents), sink)
     ours, theirs = (case.run(f(window, documents), sink) for f in (native, dense))
