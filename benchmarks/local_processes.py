@@ -34,6 +34,7 @@ COMMON = [
     "train.global_batch_size=16",
     "train.kernels=auto",
     "train.products=fp32",
+    "optimizer.schedule.warmup_steps=1",
     "train.validation.every_steps=null",
     "train.checkpoint.every_steps=null",
 ]
