@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +12,6 @@ from steptron.model.sequence import SequenceContext
 from steptron_kernels.attention.plain import attention as plain_attention
 
 
-class Attention(Protocol):
-    """:func:`steptron_kernels.attention.plain.attention`, or another version of it."""
-
-    def __call__(
-        self,
-        q_SBnD: Tensor,
-        k_TBgD: Tensor,
-        v_TBgD: Tensor,
-        *,
-        window: int | None,
-        sink_n: Tensor | None = None,
-        documents_BT: Tensor | None = None,
-        query_offset: int = 0,
-        first_keys: list[int] | None = None,
-    ) -> Tensor: ...
-
-
 def attend(
     q_SBnD: Tensor,
     k_SBgD: Tensor,
@@ -36,7 +19,7 @@ def attend(
     context: SequenceContext,
     window: int | None,
     sink_n: Tensor | None = None,
-    attention: Attention = plain_attention,
+    attention: Callable[..., Tensor] = plain_attention,
 ) -> Tensor:
     """Attention of one layer over the tokens of a micro-batch.
 
@@ -51,7 +34,7 @@ def attend(
         context: documents and shard of the micro-batch.
         window: visible keys, the token itself included; None means all.
         sink_n: [n] sink logits; None means no sink.
-        attention: the version of the operation to call.
+        attention: the version of :func:`steptron_kernels.attention.plain.attention` to call.
 
     Returns:
         [S, B, n, D] in the dtype of the queries.

@@ -254,14 +254,14 @@ def _machine() -> Iterator[Check]:
         malloc.glibc_version() or "unknown C library",
         "training on CPUs keeps freed memory" if kept is None else f"freed memory goes back to the system: {kept}",
     )
-    flags = _cpu_flags()
+    flags = extension.cpu_flags()
     found = [name for name, flag in _CPU_FLAGS.items() if flag in flags]
     level = torch.backends.cpu.get_cpu_capability()
     if "avx2" in flags or not flags:
         yield Check(section, "CPU", "ok", ", ".join(found) or "unknown", f"torch uses {level}")
     else:
         yield Check(section, "CPU", "warning", "no AVX2", "torch will be slow")
-    if "amx_bf16" in flags or "avx512_bf16" in flags:
+    if extension.has_fast_bf16():
         yield Check(section, "bfloat16 on CPU", "ok", "in hardware")
     else:
         yield Check(section, "bfloat16 on CPU", "off", "emulated", "train in fp32 on this CPU: bf16 is slower")
@@ -374,11 +374,3 @@ def _memory_gib(name: str) -> float:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 2**20
     return math.nan
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())

@@ -137,7 +137,7 @@ def test_allocator_that_is_left_alone_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_slow_cpu_and_missing_compiler_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "_cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(doctor.extension, "cpu_flags", lambda: frozenset({"avx2"}))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     checks = _by_name(doctor.collect())
