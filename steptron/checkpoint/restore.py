@@ -10,6 +10,7 @@ from steptron.checkpoint.manifest import read_config
 from steptron.checkpoint.save_load import load_model
 from steptron.config.schema import ParallelConfig, PretrainConfig
 from steptron.model.assembly import StepModel
+from steptron.model.chunks import ModelChunks
 from steptron.model.layer_spec import model_spec
 from steptron.model.stages import Stage
 from steptron.model.transformer_config import DTYPES, transformer_config
@@ -36,5 +37,5 @@ def restore_model(
     engine = transformer_config(config.model, single, dtype, kernels=select("auto", "fp32", device, dtype))
     with torch.device(device):
         model = StepModel(spec, Stage.whole(len(spec.layers)), engine, mesh.groups, mtp_depths)
-    load_model(folder, model, mesh)
+    load_model(folder, ModelChunks([model]), mesh)
     return model.eval(), config

@@ -23,7 +23,7 @@ from steptron.config.schema import PretrainConfig
 from steptron.config.show import to_yaml
 from steptron.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from steptron.errors import UserError
-from steptron.model.assembly import StepModel
+from steptron.model.chunks import ModelChunks
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
 from steptron.platform.distributed import on_first_rank
@@ -36,7 +36,7 @@ def save(
     config: PretrainConfig,
     progress: Progress,
     datasets: list[str],
-    module: StepModel,
+    model: ModelChunks,
     optimizer: Optimizer,
     mesh: Mesh,
 ) -> Path:
@@ -49,7 +49,7 @@ def save(
         config: the run's configuration, which the checkpoint carries.
         progress: how far the run has come.
         datasets: content hashes of the training datasets.
-        module, optimizer: what is saved.
+        model, optimizer: what is saved.
         mesh: this process's place in the layout.
 
     Raises:
@@ -58,7 +58,7 @@ def save(
     final = checkpoint_folder(config.train.output, progress.step)
     temporary = final.with_suffix(".new.partial")
     on_first_rank("checkpoint not written", lambda: _prepare(temporary))
-    tensors: dict[str, Any] = model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh)
+    tensors: dict[str, Any] = model_tensors(model, mesh) | optimizer_tensors(optimizer, model, mesh)
     try:
         with _results_in_this_process():
             dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
@@ -78,26 +78,26 @@ def save(
     return final
 
 
-def load(folder: Path, module: StepModel, optimizer: Optimizer, mesh: Mesh) -> Progress:
+def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> Progress:
     """Restores parameters, router biases and optimizer state; returns how far the run had come.
 
     Raises:
         UserError: a tensor is missing or has another shape (message names it).
     """
     manifest = read_manifest(folder)
-    _load_into(folder, module, model_tensors(module, mesh) | optimizer_tensors(optimizer, module, mesh))
+    _load_into(folder, model, model_tensors(model, mesh) | optimizer_tensors(optimizer, model, mesh))
     optimizer.set_num_steps(manifest.optimizer_steps)
     return manifest.progress
 
 
-def load_model(folder: Path, module: StepModel, mesh: Mesh) -> None:
+def load_model(folder: Path, model: ModelChunks, mesh: Mesh) -> None:
     """Restores parameters and router biases only."""
-    _load_into(folder, module, model_tensors(module, mesh))
+    _load_into(folder, model, model_tensors(model, mesh))
 
 
 @torch.no_grad()
-def _load_into(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor]) -> None:
-    _check_matches(folder, module, tensors)
+def _load_into(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTensor]) -> None:
+    _check_matches(folder, model, tensors)
     targets = {key: sharded.data for key, sharded in tensors.items()}
     try:
         loaded = dist_checkpointing.load(dict(tensors), str(folder))
@@ -107,7 +107,7 @@ def _load_into(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor
         target.copy_(loaded[key])
 
 
-def _check_matches(folder: Path, module: StepModel, tensors: dict[str, ShardedTensor]) -> None:
+def _check_matches(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTensor]) -> None:
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
     except Exception as error:
@@ -120,7 +120,7 @@ def _check_matches(folder: Path, module: StepModel, tensors: dict[str, ShardedTe
             problems.append(
                 f"{key} has shape {list(stored[key].global_shape)}, the model needs {list(tensor.global_shape)}"
             )
-    known = {f"model.{matrix.name}" for parameter in module.spec.parameters() for matrix in parameter.matrices}
+    known = {f"model.{matrix.name}" for parameter in model.spec.parameters() for matrix in parameter.matrices}
     problems += [f"{key} is not part of the model" for key in stored if key.startswith("model.") and key not in known]
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")

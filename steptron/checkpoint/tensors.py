@@ -1,58 +1,60 @@
 """The logical tensors of a checkpoint: the same keys under every layout.
 
 A stored parameter may hold several logical matrices (query, key, value and gate; gate and up): each
-has its own key. Experts are stacked along axis 0 over all expert-parallel ranks.
+has its own key. Tensor-parallel ranks hold rows or columns of it; experts are stacked along axis 0 over all
+expert-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from steptron.model.assembly import StepModel
+from steptron.model.chunks import ModelChunks
 from steptron.model.layer_spec import ParameterSpec
+from steptron.model.parameter_shards import Cut, cut_of, shard
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
 
 
-def model_tensors(module: StepModel, mesh: Mesh) -> dict[str, ShardedTensor]:
+def model_tensors(model: ModelChunks, mesh: Mesh) -> dict[str, ShardedTensor]:
     """Parameters and router biases of this process, by key ``model.<logical name>``."""
-    tensors = {name: tensor.detach() for name, tensor in module.logical_tensors()}
-    return _sharded("model", tensors, module, mesh)
+    tensors = {name: tensor.detach() for name, tensor in model.logical_tensors()}
+    return _sharded("model", tensors, model, mesh)
 
 
-def optimizer_tensors(optimizer: Optimizer, module: StepModel, mesh: Mesh) -> dict[str, ShardedTensor]:
+def optimizer_tensors(optimizer: Optimizer, model: ModelChunks, mesh: Mesh) -> dict[str, ShardedTensor]:
     """Optimizer state of this process, by key ``optimizer.<kind>.<logical name>``."""
     sharded: dict[str, ShardedTensor] = {}
     for kind, tensors in optimizer.state().items():
-        sharded |= _sharded(f"optimizer.{kind}", tensors, module, mesh)
+        sharded |= _sharded(f"optimizer.{kind}", tensors, model, mesh)
     return sharded
 
 
 def _sharded(
-    prefix: str, tensors: Mapping[str, torch.Tensor], module: StepModel, mesh: Mesh
+    prefix: str, tensors: Mapping[str, torch.Tensor], model: ModelChunks, mesh: Mesh
 ) -> dict[str, ShardedTensor]:
     sharded = {}
-    for parameter in module.spec.parameters():
+    for parameter in model.spec.parameters():
         if parameter.name not in tensors:
             continue
-        for name, view in _logical_views(parameter, tensors[parameter.name]):
-            key = f"{prefix}.{name}"
-            if parameter.is_expert:
-                experts = (0, mesh.expert_rank, mesh.expert_size)
-                replica = (0, 0, mesh.groups.expt_dp.rank())
-                sharded[key] = ShardedTensor.from_rank_offsets(key, view, experts, replica_id=replica)
-            else:
-                copy = int(parameter.name == "embedding.weight" and module.embedding_is_copy)
-                replica = (copy, 0, mesh.groups.dp_cp.rank())
-                sharded[key] = ShardedTensor.from_rank_offsets(key, view, replica_id=replica)
+        replica = _replica(parameter, model, mesh)
+        row_axis = 1 if parameter.is_expert else 0
+        for part in shard(parameter, mesh.place).matrices:
+            key = f"{prefix}.{part.matrix.name}"
+            start, stop = part.rows
+            view = tensors[parameter.name].narrow(row_axis, start, stop - start)
+            offset = (part.axis, part.index, part.count)
+            sharded[key] = ShardedTensor.from_rank_offsets(key, view, offset, replica_id=replica)
     return sharded
 
 
-def _logical_views(parameter: ParameterSpec, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    row_axis = 1 if parameter.is_expert else 0
-    for matrix in parameter.matrices:
-        start, stop = matrix.rows
-        yield matrix.name, tensor.narrow(row_axis, start, stop - start)
+def _replica(parameter: ParameterSpec, model: ModelChunks, mesh: Mesh) -> tuple[int, int, int]:
+    """Tells the ranks apart that hold the same part; all zeros for the one that writes it."""
+    cut = cut_of(parameter.role)
+    if cut is Cut.EXPERTS:
+        return (0, 0, mesh.groups.expt_dp.rank())
+    copy = int(parameter.name == "embedding.weight" and model.embedding_is_copy)
+    return (copy, mesh.tensor_rank if cut is Cut.NONE else 0, mesh.groups.dp_cp.rank())

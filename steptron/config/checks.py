@@ -6,11 +6,13 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from steptron.config.layout import AttentionKind, parse_layout
+from steptron.config.pipeline_layout import parse_pipeline_layout
+from steptron.config.recompute import parse_layers
 from steptron.config.schema import (
     LossConfig,
     ModelConfig,
@@ -22,15 +24,16 @@ from steptron.config.schema import (
     TrainConfig,
 )
 from steptron.errors import ConfigError
+from steptron.model.layer_spec import model_spec
 from steptron_kernels.extension import has_fast_bf16, why_unfit
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
 _ROW_MULTIPLE = {"fp32": 4, "bf16": 8}
-_LATER = {
-    "tensor": "tensor parallelism",
-    "context": "context parallelism",
-    "virtual_pipeline": "interleaving of pipeline stages",
-}
+# Group sizes that DeepEP's high-throughput kernels are configured for (deep_ep.Buffer.get_dispatch_config). Beyond the
+# 8 GPUs of a node they combine rows in pieces of 256 numbers (csrc/kernels/internode.cu: hidden_int4 % 32 == 0).
+_DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+_DEEP_EP_NODE = 8
+_DEEP_EP_HIDDEN_MULTIPLE = 256
 
 
 def check(
@@ -58,8 +61,10 @@ def check(
         *_balance(config),
         *_loss(config),
         *_parallel(config, world_size),
+        *_expert_communication(config, device),
         *_batch(config, world_size),
         *_schedule(config),
+        *_recompute(config),
         *_machine(config.train, device),
         *_kernels(config.train, device),
         *_output(config.train.output),
@@ -185,7 +190,11 @@ def _experts(config: PretrainConfig) -> Iterator[str]:
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+    return _listed(divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
 
 
 def _balance(config: PretrainConfig) -> Iterator[str]:
@@ -266,26 +275,10 @@ def _loss(config: PretrainConfig) -> Iterator[str]:
 
 
 def _parallel(config: PretrainConfig, world_size: int) -> Iterator[str]:
-    model, parallel = config.model, config.parallel
-    for name, what in _LATER.items():
-        if getattr(parallel, name) > 1:
-            yield (
-                f"parallel.{name} is {getattr(parallel, name)}: {what} is not supported yet; "
-                "the only value in this version is 1"
-            )
-    if parallel.pipeline > model.num_layers:
-        yield (
-            f"parallel.pipeline ({parallel.pipeline}) must not exceed model.num_layers ({model.num_layers}): "
-            "each stage holds at least one layer"
-        )
-    for name, number in (
-        ("full.num_heads", model.full.num_heads),
-        ("full.num_kv_groups", model.full.num_kv_groups),
-        ("sliding.num_heads", model.sliding.num_heads),
-        ("sliding.num_kv_groups", model.sliding.num_kv_groups),
-    ):
-        if number % parallel.tensor:
-            yield f"model.{name} ({number}) must be a multiple of parallel.tensor ({parallel.tensor})"
+    parallel = config.parallel
+    yield from _stages(config.model, parallel)
+    yield from _tensor(config.model, parallel.tensor)
+    yield from _sequence(config)
     dense = parallel.pipeline * parallel.tensor * parallel.context
     if world_size < 1 or world_size % dense:
         yield (
@@ -297,6 +290,159 @@ def _parallel(config: PretrainConfig, world_size: int) -> Iterator[str]:
             f"the number of processes ({world_size}) over parallel.pipeline ({parallel.pipeline}) leaves "
             f"{world_size // parallel.pipeline} per stage, which must be a multiple of parallel.expert "
             f"({parallel.expert}): take a multiple of {smallest_world_size(parallel)} processes"
+        )
+    else:
+        yield from _nodes(parallel, world_size)
+
+
+def _stages(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}, but parallel.pipeline is 1: stages are "
+            "interleaved over at least 2 pipeline ranks; set parallel.virtual_pipeline to 1 or parallel.pipeline to 2 "
+            "or more"
+        )
+    elif parallel.pipeline_layout is not None and stages == 1:
+        yield (
+            "parallel.pipeline_layout is set, but there is one stage (parallel.pipeline and virtual_pipeline are 1): "
+            "leave it out"
+        )
+    elif parallel.pipeline_layout is not None:
+        try:
+            parse_pipeline_layout(parallel.pipeline_layout, stages, model.num_layers, model.mtp.depths)
+        except ValueError as error:
+            yield str(error)
+    elif stages > model.num_layers:
+        yield (
+            f"parallel.pipeline x virtual_pipeline ({parallel.pipeline} x {parallel.virtual_pipeline} = {stages}) must "
+            f"not exceed model.num_layers ({model.num_layers}): each stage holds at least one layer, unless "
+            "parallel.pipeline_layout leaves some empty"
+        )
+
+
+def _tensor(model: ModelConfig, tensor: int) -> Iterator[str]:
+    """What tensor-parallel ranks cut must divide."""
+    if tensor == 1:
+        return
+    cut = {"model.vocab_size": model.vocab_size}
+    groups = {}
+    try:
+        _, options = parse_layout(model.layout)
+    except ValueError:
+        return  # the layout was refused already
+    for kind in sorted(attention_kinds(model), key=lambda kind: kind.value):
+        section = model.sliding if kind is AttentionKind.SLIDING else model.full
+        owner = "sliding" if kind is AttentionKind.SLIDING and "heads" in options else "full"
+        cut[f"model.{owner}.num_heads"] = getattr(model, owner).num_heads
+        groups[f"model.{kind.value}.num_kv_groups"] = section.num_kv_groups
+    if model.num_dense_layers or model.mtp.depths:
+        cut["model.dense_hidden_size"] = model.dense_hidden_size
+    if _has_experts(model):
+        cut["model.moe.shared_hidden_size"] = model.moe.shared_hidden_size
+    possible = _divisors(math.gcd(*cut.values(), *groups.values()))
+    for name, size in (cut | groups).items():
+        if size % tensor:
+            why = "; more tensor-parallel ranks than KV groups are not supported" if name in groups else ""
+            yield (
+                f"{name} ({size}) must be a multiple of parallel.tensor ({tensor}){why}: "
+                f"parallel.tensor can be {possible}"
+            )
+
+
+def _sequence(config: PretrainConfig) -> Iterator[str]:
+    parallel, length = config.parallel, config.data.sequence_length
+    if parallel.context > 1:
+        # Each rank holds two chunks, one from either end (steptron.parallel.sequence_shard).
+        unit, factors = 2 * parallel.context * parallel.tensor, "2 x parallel.context x tensor"
+        product = f"2 x {parallel.context} x {parallel.tensor} = {unit}"
+    else:
+        unit, factors, product = parallel.tensor, "parallel.tensor", f"{parallel.tensor}"
+    if length % unit:
+        yield (
+            f"data.sequence_length ({length}) must be a multiple of {factors} ({product}), so that every rank holds "
+            "equally many tokens"
+        )
+
+
+def _nodes(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """Nodes must share the ranks that add up a gradient evenly; a single node has nothing to share."""
+    size = parallel.node_size
+    if size is None or size >= world_size or _nodes_share_evenly(parallel, world_size, size):
+        return
+    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    possible = _listed(number for number in divisors if _nodes_share_evenly(parallel, world_size, number))
+    why = (
+        f"nodes would hold different numbers of the ranks that add up a gradient (over {parallel.pipeline} pipeline x "
+        f"{parallel.tensor} tensor x {parallel.context} context x {parallel.expert} expert ranks)"
+        if world_size % size == 0
+        else f"it must divide the number of processes ({world_size})"
+    )
+    yield f"parallel.node_size is {size}, but {why}: it can be {possible}, or unset"
+
+
+def _nodes_share_evenly(parallel: ParallelConfig, world_size: int, node_size: int) -> bool:
+    """Whether, of each group of ranks that hold the same parameters, every node has equally many or none.
+
+    Within a stage's run of ranks the tensor-parallel rank changes fastest, and in the experts' layout the
+    expert-parallel rank: ranks that hold the same parameters are 1, tensor or expert ranks apart.
+    """
+    stage_size = world_size // parallel.pipeline
+    if world_size % node_size or (stage_size % node_size and node_size % stage_size):
+        return False
+    # On one node; or every node has node_size / distance of a group, or at most one.
+    return node_size >= stage_size or all(
+        node_size <= distance or node_size % distance == 0 for distance in (parallel.tensor, parallel.expert)
+    )
+
+
+def _expert_communication(config: PretrainConfig, device: str) -> Iterator[str]:
+    """What needs GPUs, or packages for them; which packages other machines have is not known here."""
+    parallel, train = config.parallel, config.train
+    on_gpu = train.device != "cpu" and (device == "cuda" or (device == "auto" and _has_cuda()))
+    here = "train.device is cpu" if train.device == "cpu" else "there is no CUDA device here"
+    if parallel.overlap_expert_communication and parallel.expert == 1:
+        yield (
+            "parallel.overlap_expert_communication is true, but parallel.expert is 1, so that no token travels: "
+            "set it to false"
+        )
+    elif parallel.overlap_expert_communication and not on_gpu:
+        yield (
+            "parallel.overlap_expert_communication is true, which needs the streams of a GPU, but "
+            f"{here}: set it to false"
+        )
+    if parallel.dispatcher != "flex":
+        return
+    instead = "set it to alltoall or allgather"
+    if parallel.expert == 1:
+        yield f"parallel.dispatcher is flex, but parallel.expert is 1, so that no token travels: {instead}"
+    elif not on_gpu:
+        yield f"parallel.dispatcher is flex, which is DeepEP's, for GPUs, but {here}: {instead}"
+    else:
+        yield from _deep_ep(config, look_for_package=device != "cuda", instead=instead)
+
+
+def _deep_ep(config: PretrainConfig, look_for_package: bool, instead: str) -> Iterator[str]:
+    expert, hidden = config.parallel.expert, config.model.hidden_size
+    if look_for_package and not _installed("deep_ep"):
+        yield (
+            "parallel.dispatcher is flex, but DeepEP (package deep_ep, https://github.com/deepseek-ai/DeepEP) is not "
+            f"installed: install it, or {instead}"
+        )
+    if config.train.precision != "bf16":
+        yield (
+            f"parallel.dispatcher is flex, and DeepEP carries bf16 only, but train.precision is "
+            f"{config.train.precision}: set it to bf16, or the dispatcher to alltoall or allgather"
+        )
+    if expert not in _DEEP_EP_RANKS:
+        yield (
+            f"parallel.dispatcher is flex, and DeepEP has no configuration for parallel.expert {expert}: it can be "
+            f"{_listed(_DEEP_EP_RANKS)}"
+        )
+    if expert > _DEEP_EP_NODE and hidden % _DEEP_EP_HIDDEN_MULTIPLE:
+        yield (
+            f"model.hidden_size ({hidden}) must be a multiple of {_DEEP_EP_HIDDEN_MULTIPLE} with parallel.dispatcher "
+            f"flex over more than {_DEEP_EP_NODE} ranks (parallel.expert is {expert})"
         )
 
 
@@ -317,6 +463,13 @@ def _batch(config: PretrainConfig, world_size: int) -> Iterator[str]:
             )
     data_parallel = data_parallel_size(config.parallel, world_size)
     unit = train.micro_batch_size * data_parallel
+    factors, product = "train.micro_batch_size x data-parallel ranks", f"{train.micro_batch_size} x {data_parallel}"
+    why = ""
+    if config.parallel.virtual_pipeline > 1:
+        # Megatron-Core's interleaved schedule refuses a last group of fewer micro-batches than pipeline ranks.
+        unit *= config.parallel.pipeline
+        factors, product = f"{factors} x parallel.pipeline", f"{product} x {config.parallel.pipeline}"
+        why = ": with parallel.virtual_pipeline above 1 micro-batches pass in groups of parallel.pipeline"
     if unit < 1:
         return  # the number of processes was refused already
     sizes = {"train.global_batch_size": train.global_batch_size}
@@ -324,10 +477,7 @@ def _batch(config: PretrainConfig, world_size: int) -> Iterator[str]:
         sizes |= {"train.batch_ramp.start": ramp.start, "train.batch_ramp.increment": ramp.increment}
     for name, size in sizes.items():
         if size % unit:
-            yield (
-                f"{name} ({size}) must be a multiple of train.micro_batch_size x data-parallel ranks "
-                f"({train.micro_batch_size} x {data_parallel} = {unit})"
-            )
+            yield f"{name} ({size}) must be a multiple of {factors} ({product} = {unit}){why}"
 
 
 # --------------------------------------------------------------------------------------- training
@@ -361,6 +511,45 @@ def _schedule(config: PretrainConfig) -> Iterator[str]:
             yield (
                 f"optimizer.schedule: warmup_steps and segments cover {covered} steps, but train.steps is {steps}: "
                 "lengthen the segments or add one"
+            )
+
+
+def _recompute(config: PretrainConfig) -> Iterator[str]:
+    if not config.train.recompute or any(_attention(config.model)):
+        return  # without attention there is no layer to name, and it is refused already
+    spec = model_spec(config.model)
+    trained = config.loss.mtp_train_depths
+    layers = [layer.named for layer in (*spec.layers, *(depth.layer for depth in spec.mtp[:trained]))]
+    for index, rule in enumerate(config.train.recompute):
+        field = f"train.recompute.{index}"
+        if twice := sorted({part for part in rule.parts if rule.parts.count(part) > 1}):
+            yield f"{field}.parts names {', '.join(twice)} twice: once is enough, or another part was meant"
+        try:
+            selectors = parse_layers(rule.layers)
+        except ValueError as error:
+            yield f"{field}.layers: {error}"
+            continue
+        empty = False
+        for selector in selectors:
+            if selector.last is not None and selector.last >= config.model.num_layers:
+                empty = True
+                yield (
+                    f"{field}.layers ({rule.layers}) names layer {selector.last}, but model.num_layers is "
+                    f"{config.model.num_layers}: decoder layers are numbered 0 to {config.model.num_layers - 1}, "
+                    "and MTP depths are named by mtp"
+                )
+            elif not any(selector.names(layer) for layer in layers):
+                empty = True
+                yield (
+                    f"{field}.layers ({rule.layers}) names {selector.text} layers, but the model trains none "
+                    f"(model.layout is {config.model.layout}, model.num_dense_layers {config.model.num_dense_layers} "
+                    f"of {config.model.num_layers}, loss.mtp_train_depths {trained}): leave it out"
+                )
+        named = [layer for layer in layers if any(selector.names(layer) for selector in selectors)]
+        if not empty and "moe_permutation" in rule.parts and not any(layer.moe for layer in named):
+            yield (
+                f"{field}.parts has moe_permutation, but {field}.layers ({rule.layers}) names no MoE layer: MoE layers "
+                f"are {_range(config.model.num_dense_layers, config.model.num_layers)}"
             )
 
 

@@ -220,16 +220,57 @@ class LossConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model is laid over processes; what is left of the world size is data parallelism."""
+    """How the model is laid over processes; what is left of the world size is data parallelism.
+
+    Attention and dense layers are laid over tensor x context x data ranks, the experts of the same stage over
+    expert x expert-data ranks, independently.
+    """
 
     pipeline: PositiveInt = Field(1, description="pipeline stages")
-    expert: PositiveInt = Field(1, description="expert-parallel ranks, taken from the data-parallel ranks")
-    tensor: PositiveInt = Field(1, description="tensor-parallel ranks")
-    context: PositiveInt = Field(1, description="context-parallel ranks")
-    virtual_pipeline: PositiveInt = Field(1, description="model chunks per pipeline rank")
-    dispatcher: Literal["alltoall", "allgather"] = Field("alltoall", description="how tokens travel to their experts")
+    virtual_pipeline: PositiveInt = Field(
+        1, description="model chunks per pipeline rank (interleaved schedule); with more than 1, pipeline must be too"
+    )
+    pipeline_layout: str | None = Field(
+        None,
+        description="what each of the pipeline x virtual_pipeline stages holds, in Megatron-Core's notation: E embedding, "
+        "t decoder layer, m MTP depth, L loss, | between stages, (tt|)*3 repeats; layers are split evenly when unset",
+    )
+    expert: PositiveInt = Field(
+        1, description="expert-parallel ranks, taken from a stage's tensor x context x data ranks"
+    )
+    tensor: PositiveInt = Field(
+        1, description="tensor-parallel ranks (with sequence parallelism); experts stay whole"
+    )
+    context: PositiveInt = Field(1, description="context-parallel ranks: each holds a share of every sequence")
+    dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
+        "alltoall", description="how tokens travel to their experts; flex is DeepEP's, on GPUs"
+    )
+    overlap_expert_communication: bool = Field(
+        False, description="compute the shared expert while tokens travel to the routed ones; on GPUs"
+    )
+    node_size: PositiveInt | None = Field(
+        None,
+        description="ranks per node; when set, gradients are reduced within nodes first, then between them",
+    )
     timeout_seconds: PositiveInt = Field(
         600, le=604_800, description="longest wait for other processes, seconds; at most a week"
+    )
+
+
+RecomputePart = Literal["attention", "ffn", "norm", "activation", "moe_permutation"]
+
+
+class RecomputeRuleConfig(Section):
+    """Parts of some layers whose activations are computed again in the backward pass instead of being kept."""
+
+    layers: str = Field(
+        "all",
+        description="which layers: all, full, sliding, dense, moe, mtp, or decoder layers by number such as 0-3,8",
+    )
+    parts: list[RecomputePart] = Field(
+        min_length=1,
+        description="attention: the attention block with its norm; ffn: the feed-forward block with its norm; norm: the "
+        "norms' outputs; activation: the SwiGLU products; moe_permutation: token copies at their experts",
     )
 
 
@@ -347,6 +388,10 @@ class TrainConfig(Section):
         "auto",
         description="operations on CPUs: native, compiled at installation, for precision fp32; plain, of torch; auto "
         "takes native where it can be used",
+    )
+    recompute: list[RecomputeRuleConfig] = Field(
+        default_factory=list,
+        description="what is computed again in the backward pass to save memory; a layer takes every rule that names it",
     )
     seed: NonNegativeInt = Field(1234, description="seed of the initial values")
     deterministic: bool = Field(False, description="use only deterministic operations")

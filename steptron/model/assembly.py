@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
 from steptron.data.batch import MicroBatch
@@ -20,25 +21,30 @@ from steptron.model.moe import MoeFfn
 from steptron.model.mtp import MtpDepth, mtp_loss_mask
 from steptron.model.norm import build_norm
 from steptron.model.router import Router
-from steptron.model.sequence import SequenceContext, SequenceShard, shift_left
+from steptron.model.sequence import SequenceContext, shift_left
 from steptron.model.stages import Stage
 from steptron.model.transformer_config import StepConfig
+from steptron.parallel.sequence_shard import SequenceShard
+from steptron_kernels.linear_cross_entropy import plain as plain_linear_cross_entropy
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden states of the last stage: normed for the heads, one per output."""
+    """Hidden states of the last stage: normed for the heads, one per output, of this rank's tokens."""
 
     main_SBH: torch.Tensor
     mtp_SBH: tuple[torch.Tensor, ...]
 
 
 class StepModel(MegatronModule):
-    """One stage of a Step-3.5-style model.
+    """One stage of a Step-3.5-style model (a model chunk, where a rank holds several).
 
     Parameter names are the logical names of ``ModelSpec.parameters()`` on every stage: layers keep
     their global index. The last stage holds its own copy of the embedding when it runs MTP and is
     not the first stage too; ``embedding_is_copy`` says so.
+
+    Of every sequence the stage works on the tokens of its context-parallel rank; with tensor parallelism
+    the hidden states between blocks are further split over those ranks (sequence parallelism).
 
     Args:
         spec: the whole model.
@@ -62,6 +68,7 @@ class StepModel(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder
         self.spec = spec
         self.stage = stage
+        self._groups = groups
         self.mtp_depths = len(spec.mtp) if mtp_depths is None else mtp_depths
         runs_mtp = stage.is_last and self.mtp_depths > 0
         self.embedding_is_copy = runs_mtp and not stage.is_first
@@ -70,6 +77,7 @@ class StepModel(MegatronModule):
                 spec.vocab_size,
                 spec.hidden_size,
                 init_method=leave_uninitialised,
+                reduce_scatter_embeddings=config.sequence_parallel,
                 config=config,
                 tp_group=groups.tp,
             )
@@ -84,6 +92,11 @@ class StepModel(MegatronModule):
         if freeze_router:
             for router in self.routers().values():
                 router.requires_grad_(False)
+        self._cross_entropy = (
+            functools.partial(plain_linear_cross_entropy.linear_cross_entropy, group=groups.tp)
+            if groups.tp.size() > 1
+            else config.kernels.linear_cross_entropy
+        )
         self._input: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
@@ -103,42 +116,56 @@ class StepModel(MegatronModule):
         """Runs the stage.
 
         Args:
-            batch: the micro-batch.
+            batch: the micro-batch, whole sequences on every rank.
             balance: where MoE layers record routing; None in evaluation.
 
         Returns:
-            Hidden states [S, B, H]; on the last stage, the summed cross entropies [1 + depths] of
-            the main head and of each MTP depth that runs, over the tokens in their loss masks.
+            Hidden states [S, B, H] of this rank's tokens; on the last stage, the summed cross entropies
+            [1 + depths] of the main head and of each MTP depth that runs, over the tokens in their loss masks:
+            those of this context-parallel rank, the same on all tensor-parallel ranks.
         """
-        sequence = _sequence(batch)
+        sequence = self._sequence(batch)
         hidden = self._run_layers(batch, sequence, balance)
         if not self.stage.is_last:
             return hidden
         outputs = self._heads(hidden, batch, sequence)
-        sums = [self._loss(outputs.main_SBH, self.head.weight, batch.labels_BS, batch.loss_mask_BS)]
+        shard = sequence.shard
+        sums = [self._loss(outputs.main_SBH, self.head.weight, batch.labels_BS, batch.loss_mask_BS, shard)]
         for k, mtp_hidden in enumerate(outputs.mtp_SBH):
             labels = shift_left(batch.labels_BS, k + 1, 0)
-            sums.append(self._loss(mtp_hidden, self._mtp_head(k), labels, mtp_loss_mask(batch, k + 1)))
+            sums.append(self._loss(mtp_hidden, self._mtp_head(k), labels, mtp_loss_mask(batch, k + 1), shard))
         return torch.stack(sums)
 
     def logits(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Main logits [B, S, V] and MTP logits [depths, B, S, V], fp32, of the last stage."""
-        sequence = _sequence(batch)
+        """Main logits [B, S, V] and MTP logits [depths, B, S, V], fp32, of a model that one process holds whole."""
+        sequence = self._sequence(batch)
         outputs = self._heads(self._run_layers(batch, sequence, None), batch, sequence)
-        main, _ = self.head(outputs.main_SBH)
-        mtp = [self.config.kernels.linear(hidden, self._mtp_head(k)) for k, hidden in enumerate(outputs.mtp_SBH)]
-        stacked = torch.stack([main, *mtp]).transpose(1, 2).float()
-        return stacked[0], stacked[1:]
+        heads = [self.head.weight, *(self._mtp_head(k) for k in range(self.mtp_depths))]
+        hidden = [outputs.main_SBH, *outputs.mtp_SBH]
+        stacked = torch.stack([self.config.kernels.linear(h, head) for h, head in zip(hidden, heads, strict=True)])
+        logits = stacked.transpose(1, 2).float()
+        return logits[0], logits[1:]
+
+    def _sequence(self, batch: MicroBatch) -> SequenceContext:
+        context = self._groups.cp
+        shard = SequenceShard.balanced(batch.tokens_BS.shape[1], context.rank(), context.size())
+        return SequenceContext(batch.positions_BS, batch.documents_BS, shard, context)
 
     def _run_layers(self, batch: MicroBatch, sequence: SequenceContext, balance: BalanceContext | None) -> torch.Tensor:
         if self.stage.is_first:
-            hidden = self.embedding(batch.tokens_BS).transpose(0, 1).contiguous()
+            hidden = self._embed(sequence.shard.take(batch.tokens_BS)).contiguous()
         else:
             assert self._input is not None, "a later pipeline stage needs its input tensor"
             hidden = self._input
         for layer in self.layers.values():
             hidden = layer(hidden, sequence, balance)
         return hidden
+
+    def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """[S, B, H]; with sequence parallelism this rank's run of the S tokens."""
+        embedded = self.embedding(tokens_BS)
+        # Where it reduce-scatters over the sequence, Megatron's module has put that axis first already.
+        return embedded if self.config.sequence_parallel else embedded.transpose(0, 1)
 
     def _heads(self, hidden: torch.Tensor, batch: MicroBatch, sequence: SequenceContext) -> Hidden:
         main = self.final_norm(hidden)
@@ -147,8 +174,7 @@ class StepModel(MegatronModule):
             if k == 0 and not depth.spec.pre_norm_chain:
                 chained = main
             following = shift_left(batch.tokens_BS, k + 1, 0)
-            embedding = self.embedding(following).transpose(0, 1)
-            output, chained = depth(embedding, chained, sequence)
+            output, chained = depth(self._embed(sequence.shard.take(following)), chained, sequence)
             normed.append(output)
         return Hidden(main, tuple(normed))
 
@@ -160,12 +186,15 @@ class StepModel(MegatronModule):
         return (self.head if own is None else own).weight
 
     def _loss(
-        self, hidden_SBH: torch.Tensor, weight: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor
+        self,
+        hidden_SBH: torch.Tensor,
+        weight: torch.Tensor,
+        labels_BS: torch.Tensor,
+        mask_BS: torch.Tensor,
+        shard: SequenceShard,
     ) -> torch.Tensor:
-        return self.config.kernels.linear_cross_entropy(
-            hidden_SBH.flatten(0, 1), weight, labels_BS.t().flatten(), mask_BS.t().flatten()
-        )
-
-
-def _sequence(batch: MicroBatch) -> SequenceContext:
-    return SequenceContext(batch.positions_BS, batch.documents_BS, SequenceShard.whole(batch.tokens_BS.shape[1]))
+        if self.config.sequence_parallel:
+            # Each rank's gradient comes from its own rows of the head: the way back adds them up.
+            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=self._groups.tp)
+        labels_T, mask_T = shard.take(labels_BS).t().flatten(), shard.take(mask_BS).t().flatten()
+        return self._cross_entropy(hidden_SBH.flatten(0, 1), weight, labels_T, mask_T)

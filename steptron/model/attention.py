@@ -23,11 +23,14 @@ class SelfAttention(MegatronModule):
     queries, keys and values; its sigmoid is float32. Everything layer-specific comes from ``spec``;
     the Megatron configuration holds only what all layers share.
 
+    A tensor-parallel rank has equal runs of the query heads, the key-value groups that they read, and their
+    gates.
+
     Parameters:
-        input_projection.weight: rows [query; key; value; gate].
+        input_projection.weight: rows [query; key; value; gate] of this rank's heads.
         query_norm.weight, key_norm.weight: [head_dim], shared by the heads.
         output_projection.weight: [hidden, query_size].
-        sink: [num_heads] logits, with ``spec.sink``.
+        sink: logits of this rank's heads, with ``spec.sink``.
     """
 
     def __init__(
@@ -45,17 +48,9 @@ class SelfAttention(MegatronModule):
             norm_eps: epsilon of the query and key norms.
             config: Megatron's configuration.
             tp_group: tensor-parallel group; Megatron's own when None.
-
-        Raises:
-            NotImplementedError: there is more than one tensor-parallel rank.
         """
         super().__init__(config)
         tensor_ranks = config.tensor_model_parallel_size if tp_group is None else tp_group.size()
-        if tensor_ranks > 1:
-            raise NotImplementedError(
-                f"tensor parallelism is not supported yet: attention got {tensor_ranks} tensor-parallel ranks "
-                "(set parallel.tensor to 1)"
-            )
         self.spec = spec
         self._num_heads, self._num_groups = spec.num_heads // tensor_ranks, spec.num_kv_groups // tensor_ranks
         projected_size = (spec.num_heads + 2 * spec.num_kv_groups) * spec.head_dim + spec.num_heads * spec.gate
@@ -71,7 +66,7 @@ class SelfAttention(MegatronModule):
     def forward(self, h_SBH: Tensor, context: SequenceContext) -> Tensor:
         """
         Args:
-            h_SBH: [S, B, H], the normalised input of the layer.
+            h_SBH: [S, B, H], the normalised input of the layer, of this rank's tokens.
             context: positions, documents and shard of the micro-batch.
 
         Returns:
@@ -80,7 +75,8 @@ class SelfAttention(MegatronModule):
         spec, kernels = self.spec, self.config.kernels
         projected, _ = self.input_projection(h_SBH)
         cos, sin = context.once(
-            ("rope", spec.rope, h_SBH.dtype), lambda: rope_tables(spec.rope, context.positions_BS, h_SBH.dtype)
+            ("rope", spec.rope, h_SBH.dtype),
+            lambda: rope_tables(spec.rope, context.shard.take(context.positions_BS), h_SBH.dtype),
         )
         q_SBnD, k_SBgD, v_SBgD, gate_SBn = kernels.qk_norm_rope(
             projected,

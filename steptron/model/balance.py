@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from steptron.model.router import Routing
@@ -18,9 +19,10 @@ class LayerBalance:
     """What one MoE layer saw in one micro-batch.
 
     Attributes:
-        tokens_per_expert_E: int64 [E], selections of non-padding tokens.
-        ep_loss: scalar, L_EP of the micro-batch (1 at balance), without gradient.
-        confidence: scalar, mean over tokens of the selected experts' share of the scores.
+        tokens_per_expert_E: int64 [E], selections of this rank's non-padding tokens.
+        ep_loss: scalar, L_EP of the micro-batch (1 at balance), without gradient; the same on all its ranks.
+        confidence: scalar, mean over the micro-batch's tokens of the selected experts' share of the scores, this
+            rank's part of the sum.
     """
 
     tokens_per_expert_E: torch.Tensor
@@ -39,21 +41,26 @@ class BalanceContext:
         num_groups: G of the EP-group loss.
         coefficient: weight of L_EP in the total loss, the micro-batch's share of the global batch's
             tokens included; 0 turns the loss off.
-        valid_T: bool [T], false on padding, in the order of the flattened hidden states; None: no padding.
-        num_valid: number of non-padding tokens.
+        valid_T: bool [T], false on padding, in the order of the flattened hidden states; None: no padding in the
+            micro-batch.
+        num_valid: non-padding tokens of the micro-batch, over all its ranks.
+        group: the tensor x context ranks that share the tokens of the micro-batch; None: this rank has them all.
     """
 
     num_groups: int
     coefficient: float
     valid_T: torch.Tensor | None
     num_valid: int
+    group: dist.ProcessGroup | None = None
     layers: dict[int, LayerBalance] = field(default_factory=dict)
 
     def observe(self, layer_index: int, routing: Routing) -> torch.Tensor:
         """Records a layer's routing and returns its weighted balance loss (differentiable)."""
         tokens_per_expert_E = routing.tokens_per_expert(self.valid_T)
         probabilities_TE = routing.scores_TE / (routing.scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
-        loss = ep_group_loss(probabilities_TE, tokens_per_expert_E, self.num_groups, self.valid_T, self.num_valid)
+        loss = ep_group_loss(
+            probabilities_TE, tokens_per_expert_E, self.num_groups, self.valid_T, self.num_valid, self.group
+        )
         with torch.no_grad():
             selected_T = probabilities_TE.gather(1, routing.experts_TK).sum(dim=-1)
             confidence = _masked_mean(selected_T, self.valid_T, self.num_valid)
@@ -67,6 +74,7 @@ def ep_group_loss(
     num_groups: int,
     valid_T: torch.Tensor | None,
     num_valid: int,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """L_EP = G * sum over groups g of f_g p_g, for one micro-batch.
 
@@ -78,12 +86,35 @@ def ep_group_loss(
     Args:
         probabilities_TE: [T, E], rows sum to 1.
         tokens_per_expert_E: int64 [E], selections of non-padding tokens.
+        num_groups: G.
+        valid_T: bool [T], false on padding; None: no padding.
+        num_valid: non-padding tokens of the micro-batch.
+        group: ranks that share the micro-batch, T tokens each. All get the loss of the whole micro-batch; the
+            gradient of each reaches its own tokens.
     """
-    counts_G = tokens_per_expert_E.view(num_groups, -1).sum(dim=1)
-    f_G = counts_G.to(probabilities_TE.dtype) / counts_G.sum().clamp(min=1)
-    p_E = _masked_mean(probabilities_TE, valid_T, num_valid)
-    p_G = p_E.view(num_groups, -1).sum(dim=1)
-    return num_groups * torch.dot(f_G, p_G)
+    counts_G = tokens_per_expert_E.view(num_groups, -1).sum(dim=1).to(probabilities_TE.dtype)
+    p_G = _masked_mean(probabilities_TE, valid_T, num_valid).view(num_groups, -1).sum(dim=1)
+    if group is not None and group.size() > 1:
+        # In one message: counts of a micro-batch are far below 2^24 and exact in float32.
+        p_G, counts_G = _AddUp.apply(torch.stack([p_G, counts_G]), group)
+    f_G = counts_G / counts_G.sum().clamp(min=1)
+    return num_groups * torch.dot(f_G.detach(), p_G)
+
+
+class _AddUp(torch.autograd.Function):
+    """Sum over ranks, of which each rank's own addend gets the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, values: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
 def _masked_mean(values: torch.Tensor, valid_T: torch.Tensor | None, num_valid: int) -> torch.Tensor:

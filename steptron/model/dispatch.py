@@ -1,8 +1,8 @@
 """How tokens reach their experts and come back.
 
 Two dispatchers behind one small interface: ``LocalDispatcher`` when a process holds all experts
-(one sort), ``ExpertParallelDispatcher`` over Megatron-Core's all-to-all and
-all-gather dispatchers otherwise.
+(one sort), ``ExpertParallelDispatcher`` over Megatron-Core's all-to-all, all-gather and flex (DeepEP)
+dispatchers otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+    MoETokenDispatcher,
+)
 
 from steptron.model.router import Routing
 from steptron.model.transformer_config import StepConfig
@@ -56,12 +61,23 @@ class LocalDispatcher:
 
 
 class ExpertParallelDispatcher:
-    """Megatron-Core's dispatchers, fed from compact routing."""
+    """Megatron-Core's dispatchers, fed from compact routing.
+
+    DeepEP sends a token once to each rank that holds any of its experts, and adds up there before it sends back;
+    it finds a token's experts by the largest weights, so that a weight of exactly 0 gets no gradient.
+
+    Raises:
+        ImportError: the dispatcher is flex, and DeepEP is not installed.
+    """
 
     def __init__(self, num_experts: int, config: StepConfig, groups: ProcessGroupCollection) -> None:
         num_local = num_experts // groups.ep.size()
         first = groups.ep.rank() * num_local
-        kinds = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}
+        kinds: dict[str, type[MoETokenDispatcher]] = {
+            "alltoall": MoEAlltoAllTokenDispatcher,
+            "allgather": MoEAllGatherTokenDispatcher,
+            "flex": MoEFlexTokenDispatcher,
+        }
         self._engine = kinds[config.moe_token_dispatcher_type](
             num_local, list(range(first, first + num_local)), config=config, pg_collection=groups
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.module import MegatronModule
 
+from steptron.config.schema import RecomputePart
 from steptron.model.layer_spec import MoeFfnSpec
 from steptron.model.transformer_config import StepConfig
 from steptron_kernels.experts.plan import RowPlan
@@ -13,9 +14,17 @@ from steptron_kernels.experts.plan import RowPlan
 class GroupedExperts(MegatronModule):
     """The routed experts that this process holds, stacked: gate_up [E, 2F, H], down [E, H, F]."""
 
-    def __init__(self, spec: MoeFfnSpec, hidden_size: int, num_local_experts: int, config: StepConfig) -> None:
+    def __init__(
+        self,
+        spec: MoeFfnSpec,
+        hidden_size: int,
+        num_local_experts: int,
+        config: StepConfig,
+        recompute: frozenset[RecomputePart] = frozenset(),
+    ) -> None:
         super().__init__(config)
         self.spec = spec
+        self._recompute = recompute
         self._experts = config.kernels.experts
         width = spec.expert_hidden_size
         dtype = config.params_dtype
@@ -51,4 +60,6 @@ class GroupedExperts(MegatronModule):
             plan,
             self.spec.expert_clamp,
             self.spec.clamp_after_silu,
+            recompute_rows="moe_permutation" in self._recompute,
+            recompute_product="activation" in self._recompute,
         )

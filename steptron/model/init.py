@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from steptron.config.schema import InitConfig
-from steptron.model.layer_spec import RESIDUAL_WRITERS, LogicalMatrix, ModelSpec, ParameterRole, ParameterSpec
+from steptron.model.layer_spec import RESIDUAL_WRITERS, ModelSpec, ParameterRole, ParameterSpec
+from steptron.model.parameter_shards import MatrixShard, Place, shard
 
 _ZERO_ROLES = frozenset({ParameterRole.NORM, ParameterRole.SINK, ParameterRole.ROUTER_BIAS})
 
@@ -40,11 +41,7 @@ def standard_deviation(role: ParameterRole, config: InitConfig, num_layers: int)
 
 @torch.no_grad()
 def initialise(
-    tensors: Mapping[str, torch.Tensor],
-    spec: ModelSpec,
-    config: InitConfig,
-    seed: int,
-    expert_range: tuple[int, int],
+    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, config: InitConfig, seed: int, place: Place
 ) -> None:
     """Sets the initial values of the tensors that this process holds.
 
@@ -53,41 +50,34 @@ def initialise(
         spec: the whole model.
         config: standard deviations.
         seed: the run's seed.
-        expert_range: first and one-past-last global expert held in the stacked expert tensors.
+        place: which part of each parameter the tensors are.
     """
     for parameter in spec.parameters():
         if parameter.name in tensors:
-            _initialise_parameter(tensors[parameter.name], parameter, config, len(spec.layers), seed, expert_range)
+            for part in shard(parameter, place).matrices:
+                std = standard_deviation(part.matrix.role, config, len(spec.layers))
+                _initialise_matrix(tensors[parameter.name], parameter, part, std, seed)
 
 
-def _initialise_parameter(
-    tensor: torch.Tensor,
-    parameter: ParameterSpec,
-    config: InitConfig,
-    num_layers: int,
-    seed: int,
-    expert_range: tuple[int, int],
+def _initialise_matrix(
+    tensor: torch.Tensor, parameter: ParameterSpec, part: MatrixShard, std: float, seed: int
 ) -> None:
-    for matrix in parameter.matrices:
-        std = standard_deviation(matrix.role, config, num_layers)
-        for key, values in _slices(tensor, parameter, matrix, expert_range):
-            if std == 0.0:
-                values.zero_()
-            else:
-                generator = torch.Generator().manual_seed(_seed(seed, key))
-                # Drawn in float32 on the CPU whatever the dtype and device: the same run everywhere.
-                values.copy_(torch.empty(values.shape).normal_(0.0, std, generator=generator))
+    name, rows = part.matrix.name, slice(*part.rows)
+    if std == 0.0:
+        tensor[rows].zero_()
+    elif parameter.is_expert:
+        first = part.index * tensor.shape[0]
+        for local, values in enumerate(tensor[:, rows]):
+            values.copy_(_draw(values.shape, std, seed, f"{name}[{first + local}]"))
+    else:
+        start, stop = part.matrix.rows
+        whole = _draw((stop - start, *parameter.shape[1:]), std, seed, name)
+        tensor[rows].copy_(whole.chunk(part.count, dim=part.axis)[part.index])
 
 
-def _slices(
-    tensor: torch.Tensor, parameter: ParameterSpec, matrix: LogicalMatrix, expert_range: tuple[int, int]
-) -> Iterable[tuple[str, torch.Tensor]]:
-    start, stop = matrix.rows
-    if not parameter.is_expert:
-        yield matrix.name, tensor[start:stop]
-        return
-    for local, expert in enumerate(range(*expert_range)):
-        yield f"{matrix.name}[{expert}]", tensor[local, start:stop]
+def _draw(shape: Sequence[int], std: float, seed: int, name: str) -> torch.Tensor:
+    """Values of a whole matrix: in float32 on the CPU whatever the model's dtype and device, the same run everywhere."""
+    return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=torch.Generator().manual_seed(_seed(seed, name)))
 
 
 def _seed(seed: int, name: str) -> int:

@@ -7,11 +7,13 @@ No torch here: specs can be read anywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from steptron.config.layout import AttentionKind, parse_layout
-from steptron.config.schema import AttentionConfig, ModelConfig
+from steptron.config.recompute import NamedLayer, recomputed_parts
+from steptron.config.schema import AttentionConfig, ModelConfig, RecomputePart, RecomputeRuleConfig
 
 
 class LayerRole(StrEnum):
@@ -157,6 +159,14 @@ class LayerSpec:
     norm_eps: float
     attention: AttentionSpec
     ffn: DenseFfnSpec | MoeFfnSpec
+    recompute: frozenset[RecomputePart] = frozenset()
+    """What is computed again in the backward pass; never a part that lies inside another one of the set."""
+
+    @property
+    def named(self) -> NamedLayer:
+        """What rules of ``train.recompute`` can name the layer by."""
+        number = self.index if self.role is LayerRole.DECODER else None
+        return NamedLayer(number, self.attention.kind, isinstance(self.ffn, MoeFfnSpec))
 
     @property
     def prefix(self) -> str:
@@ -229,11 +239,15 @@ class ModelSpec:
         return tuple(layer for layer in self.layers if isinstance(layer.ffn, MoeFfnSpec))
 
 
-def model_spec(config: ModelConfig) -> ModelSpec:
+def model_spec(config: ModelConfig, recompute: Sequence[RecomputeRuleConfig] = ()) -> ModelSpec:
     """Computes the specs of every layer and MTP depth.
 
+    Args:
+        config: the architecture.
+        recompute: rules that say what layers compute again in the backward pass.
+
     Raises:
-        ValueError: the layout string cannot be read, or heads do not divide by groups.
+        ValueError: the layout string or a rule's layers cannot be read, or heads do not divide by groups.
     """
     pattern, options = parse_layout(config.layout)
     layers = []
@@ -244,10 +258,12 @@ def model_spec(config: ModelConfig) -> ModelSpec:
             ffn = _dense_ffn(config, index)
         else:
             ffn = _moe_ffn(config, index)
-        layers.append(_layer(config, index, LayerRole.DECODER, kind, options, ffn))
+        layers.append(_layer(config, index, LayerRole.DECODER, kind, options, ffn, recompute))
     mtp = tuple(
         MtpSpec(
-            layer=_layer(config, depth, LayerRole.MTP, AttentionKind.SLIDING, options, _dense_ffn(config, None)),
+            layer=_layer(
+                config, depth, LayerRole.MTP, AttentionKind.SLIDING, options, _dense_ffn(config, None), recompute
+            ),
             vocab_size=config.vocab_size,
             pre_norm_chain=config.mtp.chain == "pre_norm",
             own_head=config.mtp.head == "own",
@@ -264,6 +280,7 @@ def _layer(
     kind: AttentionKind,
     options: frozenset[str],
     ffn: DenseFfnSpec | MoeFfnSpec,
+    recompute: Sequence[RecomputeRuleConfig],
 ) -> LayerSpec:
     sliding = kind is AttentionKind.SLIDING
     shape: AttentionConfig = config.sliding if sliding else config.full
@@ -294,7 +311,8 @@ def _layer(
         gate="gate" in options,
         sink="sink" in options,
     )
-    return LayerSpec(index, role, config.hidden_size, config.norm_eps, attention, ffn)
+    layer = LayerSpec(index, role, config.hidden_size, config.norm_eps, attention, ffn)
+    return replace(layer, recompute=recomputed_parts(recompute, layer.named))
 
 
 def _dense_ffn(config: ModelConfig, index: int | None) -> DenseFfnSpec:

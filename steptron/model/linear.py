@@ -1,4 +1,4 @@
-"""Megatron-Core's tensor-parallel linear layers, as this model uses them: no bias, values set afterwards."""
+"""Linear layers, as this model uses them: no bias, values set afterwards; Megatron-Core's where they are cut."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
 
 from steptron.model.transformer_config import StepConfig
 
@@ -30,12 +31,21 @@ class _RowParallelLinear(RowParallelLinear):
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
+class Linear(MegatronModule):
+    """A matrix [output, input] that every tensor-parallel rank holds whole and applies to its own tokens."""
+
+    def __init__(self, input_size: int, output_size: int, config: StepConfig) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., input] -> [..., output]"""
+        y: torch.Tensor = self.config.kernels.linear(x, self.weight)
+        return y
+
+
 def column_parallel(
-    input_size: int,
-    output_size: int,
-    config: StepConfig,
-    tp_group: torch.distributed.ProcessGroup | None,
-    gather_output: bool = False,
+    input_size: int, output_size: int, config: StepConfig, tp_group: torch.distributed.ProcessGroup | None
 ) -> ColumnParallelLinear:
     """A matrix [output, input] whose rows are split over tensor-parallel ranks."""
     return _ColumnParallelLinear(
@@ -44,7 +54,7 @@ def column_parallel(
         config=config,
         init_method=leave_uninitialised,
         bias=False,
-        gather_output=gather_output,
+        gather_output=False,
         tp_group=tp_group,
     )
 

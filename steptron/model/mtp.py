@@ -9,7 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from steptron.data.batch import MicroBatch
 from steptron.model.block import TransformerLayer
 from steptron.model.layer_spec import MtpSpec
-from steptron.model.linear import column_parallel
+from steptron.model.linear import Linear, column_parallel
 from steptron.model.norm import build_norm
 from steptron.model.sequence import SequenceContext, shift_left
 from steptron.model.transformer_config import StepConfig
@@ -27,7 +27,7 @@ class MtpDepth(MegatronModule):
         hidden, eps = spec.layer.hidden_size, spec.layer.norm_eps
         self.embedding_norm = build_norm(hidden, eps, config)
         self.hidden_norm = build_norm(hidden, eps, config)
-        self.projection = column_parallel(2 * hidden, hidden, config, groups.tp, gather_output=True)
+        self.projection = Linear(2 * hidden, hidden, config)
         self.layer = TransformerLayer(spec.layer, config, groups)
         self.final_norm = build_norm(hidden, eps, config)
         self.head = column_parallel(hidden, spec.vocab_size, config, groups.tp) if spec.own_head else None
@@ -45,8 +45,7 @@ class MtpDepth(MegatronModule):
             The normed hidden state for the head, and the state handed to the next depth.
         """
         y = torch.cat([self.embedding_norm(embedding_SBH), self.hidden_norm(hidden_SBH)], dim=-1)
-        y, _ = self.projection(y)
-        y = self.layer(y, sequence, balance=None)
+        y = self.layer(self.projection(y), sequence, balance=None)
         normed = self.final_norm(y)
         return normed, y if self.spec.pre_norm_chain else normed
 

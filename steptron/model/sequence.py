@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
+
+from steptron.parallel.sequence_shard import SequenceShard
 
 T = TypeVar("T")
 
@@ -15,38 +18,24 @@ PADDING = -1
 
 
 @dataclass(frozen=True)
-class SequenceShard:
-    """The part of each sequence that this process holds, as ranges of token indices.
-
-    Without context parallelism there is one range, the whole sequence.
-    """
-
-    length: int
-    ranges: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def whole(cls, length: int) -> SequenceShard:
-        return cls(length, ((0, length),))
-
-    @property
-    def is_whole(self) -> bool:
-        return self.ranges == ((0, self.length),)
-
-
-@dataclass(frozen=True)
 class SequenceContext:
     """Positions and documents of the tokens of one micro-batch, shared by all layers.
+
+    S counts the tokens of whole sequences; this process works on those of ``shard``, in their order.
 
     Attributes:
         positions_BS: int64 [B, S], RoPE positions.
         documents_BS: int64 [B, S], document numbers, non-decreasing along a row before padding;
             ``PADDING`` marks padding. None: every row is one document without padding.
-        shard: the ranges of the sequence that the S columns stand for.
+        shard: the tokens that this process holds.
+        context_group: the ranks that hold the other tokens, in the order of their ``SequenceShard.balanced``;
+            None where ``shard`` is the whole sequence.
     """
 
     positions_BS: torch.Tensor
     documents_BS: torch.Tensor | None
     shard: SequenceShard
+    context_group: dist.ProcessGroup | None = None
     _memo: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:

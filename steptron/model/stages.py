@@ -1,13 +1,16 @@
-"""Which layers each pipeline stage holds."""
+"""Which layers each pipeline stage holds, and which stages each pipeline rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from steptron.config.pipeline_layout import parse_pipeline_layout
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A contiguous run of decoder layers; the embedding is first, heads and MTP are last."""
+    """A contiguous run of decoder layers, which may be empty; the embedding is first, heads and MTP are last."""
 
     layers: tuple[int, ...]
     is_first: bool
@@ -18,20 +21,42 @@ class Stage:
         return cls(tuple(range(num_layers)), True, True)
 
 
-def split_stages(num_layers: int, num_stages: int) -> list[Stage]:
-    """Splits layers as evenly as possible; earlier stages take the extra ones.
+def split_stages(num_layers: int, num_stages: int, layout: str | None = None) -> list[Stage]:
+    """Splits layers as a layout says, or as evenly as possible; earlier stages then take the extra ones.
 
     The last stage also works for the output heads and MTP, so it gets no extra layer.
 
+    Args:
+        num_layers: decoder layers.
+        num_stages: stages, pipeline x virtual_pipeline.
+        layout: what each stage holds, as in ``parallel.pipeline_layout``.
+
+    Returns:
+        The stages in the order in which they are passed through.
+
     Raises:
-        ValueError: there are more stages than layers.
+        ValueError: there are more stages than layers, or the layout does not fit.
     """
-    if num_stages > num_layers:
+    if layout is not None:
+        sizes = [stage.layers for stage in parse_pipeline_layout(layout, num_stages, num_layers)]
+    elif num_stages > num_layers:
         raise ValueError(f"{num_stages} pipeline stages need at least as many layers, and there are {num_layers}")
-    size, extra = divmod(num_layers, num_stages)
+    else:
+        size, extra = divmod(num_layers, num_stages)
+        sizes = [size + (stage < extra) for stage in range(num_stages)]
     stages, start = [], 0
-    for rank in range(num_stages):
-        stop = start + size + (rank < extra)
-        stages.append(Stage(tuple(range(start, stop)), rank == 0, rank == num_stages - 1))
-        start = stop
+    for stage, size in enumerate(sizes):
+        stages.append(Stage(tuple(range(start, start + size)), stage == 0, stage == num_stages - 1))
+        start += size
     return stages
+
+
+def chunks_of(stages: Sequence[Stage], pipeline_rank: int, pipeline_size: int) -> list[Stage]:
+    """The stages that a pipeline rank holds as its model chunks 0, 1, ...: stage s is chunk s // size of rank s % size.
+
+    Raises:
+        ValueError: the stages cannot be shared equally.
+    """
+    if len(stages) % pipeline_size:
+        raise ValueError(f"{len(stages)} stages cannot be shared equally by {pipeline_size} pipeline ranks")
+    return list(stages[pipeline_rank::pipeline_size])

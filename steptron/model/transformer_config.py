@@ -21,9 +21,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class StepConfig(TransformerConfig):
-    """Megatron-Core's configuration, and the operations that our modules call."""
+    """Megatron-Core's configuration, and what our modules need besides.
+
+    Attributes:
+        kernels: the operations that our modules call.
+        overlap_expert_communication: compute the shared expert while tokens travel to the routed ones.
+    """
 
     kernels: Kernels = PLAIN
+    overlap_expert_communication: bool = False
 
 
 def transformer_config(
@@ -45,12 +51,14 @@ def transformer_config(
     """
     # Megatron refuses layer counts that do not divide by the stages, though its schedules do not
     # care; our stages hold explicit lists of layers, so it is given a count that divides.
-    num_layers = -(-model.num_layers // parallel.pipeline) * parallel.pipeline
+    num_stages = parallel.pipeline * parallel.virtual_pipeline
+    num_layers = -(-model.num_layers // num_stages) * num_stages
     with warnings.catch_warnings():
         # 0.16.1 warns about the default of a field that we do not set.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         return StepConfig(
             kernels=kernels,
+            overlap_expert_communication=parallel.overlap_expert_communication,
             num_layers=num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.full.num_heads,
@@ -61,6 +69,7 @@ def transformer_config(
             moe_router_topk=model.moe.top_k,
             moe_ffn_hidden_size=model.moe.expert_hidden_size,
             moe_token_dispatcher_type=parallel.dispatcher,
+            moe_flex_dispatcher_backend="deepep",
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
             add_bias_linear=False,
@@ -72,6 +81,7 @@ def transformer_config(
             bf16=dtype is torch.bfloat16,
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=1,

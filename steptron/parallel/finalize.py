@@ -25,9 +25,9 @@ def finalize_gradients(
     """
     for chunk in model:
         chunk.finish_grad_sync()
-    module = model[0].module
     assert pg_collection is not None
-    if module.mtp_depths > 0 and not (module.stage.is_first and module.stage.is_last):
-        for chunk in model:
-            if hasattr(chunk.module, "embedding"):
-                dist.all_reduce(chunk.module.embedding.weight.main_grad, group=pg_collection.embd)
+    for chunk in model:
+        module = chunk.module
+        one_stage = module.stage.is_first and module.stage.is_last
+        if module.mtp_depths > 0 and not one_stage and hasattr(module, "embedding"):
+            dist.all_reduce(module.embedding.weight.main_grad, group=pg_collection.embd)

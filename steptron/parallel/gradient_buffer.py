@@ -1,8 +1,9 @@
-"""Flat fp32 gradient buffers, reduced over their own data-parallel group while the backward runs.
+"""Flat fp32 gradient buffers, reduced over the ranks that share their parameters while the backward runs.
 
-One buffer for the parameters that every data-parallel rank holds, one for the experts that only
-expert-data-parallel ranks share. Gradients are sums (losses are divided by global token counts
-before the backward), so both are reduced by plain addition and nothing is rescaled.
+A stage's experts are shared by the expert-data ranks; parameters that tensor parallelism cuts by the
+context x data ranks; all others by the tensor x context x data ranks, each of which has used them on its own
+tokens or heads. Gradients are sums (losses are divided by global token counts before the backward), so all are
+reduced by plain addition and nothing is rescaled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from steptron.model.assembly import StepModel
+from steptron.model.parameter_shards import Cut, cut_of
+from steptron.parallel.mesh import Mesh
 
 _BUCKET_ELEMENTS = 1 << 24
 """Elements of one reduction (64 MiB in fp32): large enough for bandwidth, small enough to overlap."""
@@ -99,24 +102,28 @@ class GradientBuffer:
 
 
 class DataParallel(MegatronModule):
-    """A model stage with its gradient buffers, behind the interface that Megatron's schedules drive.
+    """A model chunk with its gradient buffers, behind the interface that Megatron's schedules drive.
 
     Attributes:
-        buffers: of the parameters that all data-parallel ranks hold, and of the experts.
-        norm_gradients: the gradients of each buffer that count in the global norm: all but that of the last
-            stage's copy of the embedding, which the first stage counts.
+        buffers: one for each set of ranks that share parameters, and one for the experts.
+        norm_gradients: the gradients that count in the global norm, by how parameters are cut: all but that of
+            the last stage's copy of the embedding, which the first stage counts.
     """
 
-    def __init__(self, module: StepModel, data_group: dist.ProcessGroup, expert_data_group: dist.ProcessGroup) -> None:
+    def __init__(self, module: StepModel, mesh: Mesh) -> None:
         super().__init__(module.config)
         self.module = module
-        expert_names = {parameter.name for parameter in module.spec.parameters() if parameter.is_expert}
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        shared = [p for name, p in trained if name not in expert_names]
-        experts = [p for name, p in trained if name in expert_names]
-        self.buffers = [GradientBuffer(shared, data_group), GradientBuffer(experts, expert_data_group)]
-        copy = module.embedding.weight if module.embedding_is_copy else None
-        self.norm_gradients = [[p.main_grad for p in parameters if p is not copy] for parameters in (shared, experts)]
+        cuts = {parameter.name: cut_of(parameter.role) for parameter in module.spec.parameters()}
+        by_group: dict[tuple[bool, dist.ProcessGroup], list[torch.nn.Parameter]] = {}
+        by_cut: dict[Cut, list[torch.nn.Parameter]] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                cut = cuts[name]
+                by_group.setdefault((cut is Cut.EXPERTS, mesh.replicas(cut)), []).append(parameter)
+                if not (module.embedding_is_copy and parameter is module.embedding.weight):
+                    by_cut.setdefault(cut, []).append(parameter)
+        self.buffers = [GradientBuffer(parameters, group) for (_, group), parameters in by_group.items()]
+        self.norm_gradients = {cut: [p.main_grad for p in parameters] for cut, parameters in by_cut.items()}
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         return self.module(*args, **kwargs)

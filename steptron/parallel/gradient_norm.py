@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
+from steptron.model.parameter_shards import Cut
 from steptron.parallel.gradient_buffer import DataParallel
 from steptron.parallel.mesh import Mesh
 
@@ -14,25 +17,30 @@ short by 1e-5 at a million elements and by 1e-2 at a hundred million, by 1e-7 at
 
 
 @torch.no_grad()
-def gradient_norm(model: DataParallel, mesh: Mesh) -> float:
+def gradient_norm(model: Sequence[DataParallel], mesh: Mesh) -> float:
     """Norm over every gradient of the whole model.
 
-    Data-parallel ranks hold equal gradients and count once; stages add up; experts add up over the
-    expert-parallel ranks too; the last stage's copy of the embedding does not count. Squares are
-    added in float64.
+    Ranks that hold equal gradients count once; stages add up; parameters cut by tensor parallelism add up
+    over those ranks, experts over the expert-parallel ranks; the last stage's copy of the embedding does not
+    count. Squares are added in float64.
     """
-    device = model.buffers[0].data.device
-    squares = torch.stack([_sum_of_squares(gradients, device) for gradients in model.norm_gradients])
-    squares[1] = _add_up(squares[1:], mesh.groups.ep)[0]
-    return float(_add_up(squares, mesh.groups.pp).sum().sqrt())
+    device = next(model[0].parameters()).device
+    by_cut = {
+        cut: _sum_of_squares([gradient for chunk in model for gradient in chunk.norm_gradients.get(cut, [])], device)
+        for cut in Cut
+    }
+    cut_by_tensor = _add_up(by_cut[Cut.ROWS] + by_cut[Cut.COLUMNS], mesh.groups.tp)
+    experts = _add_up(by_cut[Cut.EXPERTS], mesh.groups.ep)
+    return float(_add_up(by_cut[Cut.NONE] + cut_by_tensor + experts, mesh.groups.pp).sqrt())
 
 
 @torch.no_grad()
-def clip_gradients(model: DataParallel, norm: float, max_norm: float) -> None:
+def clip_gradients(model: Sequence[DataParallel], norm: float, max_norm: float) -> None:
     """Scales all gradients by max_norm / norm when the norm is larger."""
     if norm > max_norm:
-        for buffer in model.buffers:
-            buffer.data.mul_(max_norm / (norm + 1e-6))
+        for chunk in model:
+            for buffer in chunk.buffers:
+                buffer.data.mul_(max_norm / (norm + 1e-6))
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:

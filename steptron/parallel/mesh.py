@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from steptron.config.schema import ParallelConfig
+from steptron.model.parameter_shards import Cut, Place
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,22 @@ class Mesh:
         return self.groups.dp.size()
 
     @property
+    def tensor_rank(self) -> int:
+        return self.groups.tp.rank()
+
+    @property
+    def tensor_size(self) -> int:
+        return self.groups.tp.size()
+
+    @property
+    def context_rank(self) -> int:
+        return self.groups.cp.rank()
+
+    @property
+    def context_size(self) -> int:
+        return self.groups.cp.size()
+
+    @property
     def expert_rank(self) -> int:
         return self.groups.ep.rank()
 
@@ -42,28 +59,36 @@ class Mesh:
     def expert_size(self) -> int:
         return self.groups.ep.size()
 
-    def sum_over_data_and_stages(self, values: torch.Tensor) -> torch.Tensor:
-        """Adds up, in place, what data-parallel ranks and pipeline stages each hold a part of."""
-        for group in (self.groups.dp_cp, self.groups.pp):
-            if group.size() > 1:
-                dist.all_reduce(values, group=group)
-        return values
+    @property
+    def place(self) -> Place:
+        """Which part of each parameter of its stage this process holds."""
+        return Place(self.tensor_rank, self.tensor_size, self.expert_rank, self.expert_size)
 
-    def expert_range(self, num_experts: int) -> tuple[int, int]:
-        """First and one-past-last global expert of this process."""
-        size = num_experts // self.expert_size
-        return self.expert_rank * size, (self.expert_rank + 1) * size
+    def replicas(self, cut: Cut) -> dist.ProcessGroup:
+        """The ranks that hold the same part of a parameter, and add up its gradients."""
+        if cut is Cut.EXPERTS:
+            return self.groups.expt_dp
+        if cut is Cut.NONE and self.tensor_size > 1:
+            return self.groups.tp_dp_cp
+        return self.groups.dp_cp
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds up, in place, what every process holds a part of."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values)
+        return values
 
 
 def build_mesh(config: ParallelConfig) -> Mesh:
     """Creates Megatron-Core's process groups inside the initialised default group.
 
-    What the world size leaves over is data parallelism; expert-parallel groups are carved out of
-    the data-parallel ranks, and experts keep their own data-parallel groups.
+    What the world size leaves over is data parallelism. The same tensor x context x data ranks of a
+    stage are laid out a second time, as expert x expert-data ranks, for the experts.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context,
         expert_model_parallel_size=config.expert,
         expert_tensor_parallel_size=1,

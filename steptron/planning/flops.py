@@ -17,11 +17,13 @@ from fractions import Fraction
 from steptron.model.layer_spec import (
     EXPERT_ROLES,
     AttentionSpec,
+    LayerSpec,
     ModelSpec,
     MoeFfnSpec,
     MtpSpec,
     ParameterRole,
 )
+from steptron.model.stages import Stage
 
 _ATTENTION = frozenset(
     {
@@ -34,6 +36,7 @@ _ATTENTION = frozenset(
 )
 _DENSE = frozenset({ParameterRole.FFN_GATE, ParameterRole.FFN_UP, ParameterRole.FFN_DOWN})
 _SHARED = frozenset({ParameterRole.SHARED_GATE, ParameterRole.SHARED_UP, ParameterRole.SHARED_DOWN})
+_LAYER_MATRICES = _ATTENTION | _DENSE | _SHARED | EXPERT_ROLES | {ParameterRole.ROUTER}
 _BACKWARD_AND_FORWARD = 3
 
 
@@ -116,6 +119,32 @@ def forward_flops_per_token(spec: ModelSpec, sequence_length: int, mtp_depths: i
         mtp_projections=matrices({ParameterRole.MTP_PROJECTION}),
         heads=matrices({ParameterRole.HEAD}),
     )
+
+
+def stage_forward_flops(spec: ModelSpec, stage: Stage, sequence_length: int, mtp_depths: int = 0) -> float:
+    """FLOPs per token of the forward pass of one pipeline stage: its share of ``forward_flops_per_token``.
+
+    Args:
+        spec: the whole model.
+        stage: the stage; the last one has the heads and the MTP depths.
+        sequence_length: tokens S per sequence.
+        mtp_depths: MTP depths that run.
+    """
+    flops = sum(_layer_flops(spec.layers[index], sequence_length) for index in stage.layers)
+    if stage.is_last:
+        flops += 2 * (1 + mtp_depths) * spec.vocab_size * spec.hidden_size
+        for depth in spec.mtp[:mtp_depths]:
+            flops += _layer_flops(depth.layer, sequence_length) + 4 * spec.hidden_size**2
+    return flops
+
+
+def _layer_flops(layer: LayerSpec, sequence_length: int) -> float:
+    matrices = 0
+    for parameter in layer.parameters():
+        if parameter.role in _LAYER_MATRICES:
+            is_routed = parameter.is_expert and isinstance(layer.ffn, MoeFfnSpec)
+            matrices += parameter.size * layer.ffn.top_k // layer.ffn.num_experts if is_routed else parameter.size
+    return 2 * matrices + float(_score_flops(layer.attention, sequence_length))
 
 
 def mean_visible_keys(window: int | None, sequence_length: int) -> Fraction:

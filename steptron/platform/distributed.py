@@ -20,7 +20,7 @@ from steptron.platform.cores import usable_cores
 from steptron.platform.device import backend, select_device
 from steptron.platform.launch import LISTEN_FD
 from steptron.platform.threads import decide, misfit, set_threads
-from steptron.platform.world import World, world
+from steptron.platform.world import World, expected_hosts, world
 
 __all__ = ["World", "initialize", "on_first_rank", "meet", "shutdown", "start", "world"]
 
@@ -201,4 +201,11 @@ def _missing_message(store: dist.Store, place: World, timeout: timedelta) -> str
         return f"rank 0 of {place.size} went away {where} while rank {place.rank} waited for the others"
     names = ", ".join(map(str, missing[:_NAMED_RANKS])) + (" …" if len(missing) > _NAMED_RANKS else "")
     which = f"rank {names}" if len(missing) == 1 else f"ranks {names} ({len(missing)} in all)"
-    return f"{which} of {place.size} did not arrive {where} within {timeout.total_seconds():g} s"
+    return f"{which} of {place.size} did not arrive {where} within {timeout.total_seconds():g} s{_hosts_of(missing)}"
+
+
+def _hosts_of(missing: list[int]) -> str:
+    """Where the launcher starts the missing ranks, as far as it says so: a node that did not come has no own words."""
+    expected = expected_hosts() or []
+    hosts = list(dict.fromkeys(expected[rank] for rank in missing if rank < len(expected)))
+    return f"; SLURM starts them on {', '.join(hosts[:_NAMED_RANKS])}" if hosts else ""

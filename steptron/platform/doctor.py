@@ -135,6 +135,12 @@ def self_test(nproc: int = 2, timeout: float = 120.0) -> Report:
     return Report(tuple(checks))
 
 
+def instruction_sets() -> list[str]:
+    """This processor's instruction sets, of those that speed up training."""
+    flags = extension.cpu_flags()
+    return [name for name, flag in _CPU_FLAGS.items() if flag in flags]
+
+
 # ------------------------------------------------------------------------------------- sections
 
 
@@ -244,7 +250,7 @@ def _machine() -> Iterator[Check]:
         yield Check(section, "system", "ok", f"{platform.platform()}")
     else:
         yield Check(section, "system", "warning", f"{system} {architecture}", "tested on Linux x86_64 only")
-    total, free = (_memory_gib(name) for name in ("MemTotal", "MemAvailable"))
+    total, free = (memory_gib(name) for name in ("MemTotal", "MemAvailable"))
     yield Check(section, "memory", "ok", f"{free:.1f} of {total:.1f} GiB free")
     kept = malloc.obstacle()
     yield Check(
@@ -254,8 +260,7 @@ def _machine() -> Iterator[Check]:
         malloc.glibc_version() or "unknown C library",
         "training on CPUs keeps freed memory" if kept is None else f"freed memory goes back to the system: {kept}",
     )
-    flags = extension.cpu_flags()
-    found = [name for name, flag in _CPU_FLAGS.items() if flag in flags]
+    flags, found = extension.cpu_flags(), instruction_sets()
     level = torch.backends.cpu.get_cpu_capability()
     if "avx2" in flags or not flags:
         yield Check(section, "CPU", "ok", ", ".join(found) or "unknown", f"torch uses {level}")
@@ -368,8 +373,8 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _memory_gib(name: str) -> float:
-    """A line of /proc/meminfo, which is in KiB."""
+def memory_gib(name: str) -> float:
+    """A line of /proc/meminfo (which is in KiB), such as MemAvailable; NaN where there is none."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 2**20

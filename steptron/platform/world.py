@@ -70,6 +70,19 @@ def expand_nodelist(nodelist: str) -> list[str]:
     return hosts
 
 
+def expected_hosts(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """Host that srun starts each rank on, by rank; None where that is not known (another launcher, or ranks that
+    are not laid out node by node)."""
+    nodelist = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
+    in_order = environment.get("SLURM_DISTRIBUTION", "block").startswith("block")
+    if _is_torchrun(environment) or not _is_srun(environment) or nodelist is None or tasks is None or not in_order:
+        return None
+    counts = _tasks_per_node(tasks)
+    hosts = expand_nodelist(nodelist)
+    return [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
+
+
 def _expand_host(item: str) -> list[str]:
     match = re.search(r"\[([^\[\]]*)\]", item)
     if match is None:
@@ -138,16 +151,21 @@ def _slurm_local_size(environment: Mapping[str, str], size: int) -> int:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
     if tasks is None:
         return size
+    per_node = _tasks_per_node(tasks)
+    node = _number(environment, "SLURM_NODEID") if len(per_node) > 1 else 0
+    if node >= len(per_node):
+        raise UserError(f"SLURM_NODEID is {node}, but SLURM_TASKS_PER_NODE={tasks} has {len(per_node)} nodes")
+    return per_node[node]
+
+
+def _tasks_per_node(tasks: str) -> list[int]:
     per_node: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise UserError(f"cannot read {part!r} in SLURM_TASKS_PER_NODE={tasks}")
         per_node += [int(match[1])] * int(match[2] or 1)
-    node = _number(environment, "SLURM_NODEID") if len(per_node) > 1 else 0
-    if node >= len(per_node):
-        raise UserError(f"SLURM_NODEID is {node}, but SLURM_TASKS_PER_NODE={tasks} has {len(per_node)} nodes")
-    return per_node[node]
+    return per_node
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

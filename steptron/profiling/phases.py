@@ -24,18 +24,18 @@ Target = tuple[Any, str, str]
 """An object or class, the name of one of its methods, and the name of the mark around each call."""
 
 
-def training_targets(model: Any, engine_config: Any, optimizer: Any, data: Any) -> list[Target]:
+def training_targets(model: Iterable[Any], engine_config: Any, optimizer: Any, data: Any) -> list[Target]:
     """The methods that are the phases of a training step.
 
     Args:
-        model: what the schedule calls for a forward pass.
+        model: the chunks that the schedule calls for a forward pass.
         engine_config: Megatron-Core's configuration, which names what completes the gradients.
         optimizer: its ``step``.
         data: its ``micro_batch``.
     """
     return [
         (data, "micro_batch", "steptron::data"),
-        (model, "forward", "steptron::forward"),
+        *((chunk, "forward", "steptron::forward") for chunk in model),
         (engine_config, "finalize_model_grads_func", "steptron::gradient reduction"),
         (optimizer, "step", "steptron::optimizer"),
     ]

@@ -210,7 +210,7 @@ class Pretraining:
                 f"after step {self.progress.step} parameters are no longer finite: no checkpoint was written, the last "
                 "one is as it was. Lower optimizer.lr or optimizer.clip_grad_norm and run again"
             )
-        save_load.save(self.config, self.progress, self._datasets, self.step.module, self.step.optimizer, self.mesh)
+        save_load.save(self.config, self.progress, self._datasets, self.step.chunks, self.step.optimizer, self.mesh)
 
     def _resume(self) -> Progress:
         # One rank decides for all: others may see another state of a shared folder.
@@ -220,7 +220,7 @@ class Pretraining:
             return Progress()
         folder = newest[0]
         noted = changes(read_config(folder), self.config, read_manifest(folder), self._datasets)
-        progress = save_load.load(folder, self.step.module, self.step.optimizer, self.mesh)
+        progress = save_load.load(folder, self.step.chunks, self.step.optimizer, self.mesh)
         self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *noted]))
         return progress
 

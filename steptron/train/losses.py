@@ -34,7 +34,7 @@ class TokenCounts:
 
 
 def count_tokens(batches: Sequence[MicroBatch], mtp_depths: int, group: dist.ProcessGroup) -> TokenCounts:
-    """Counts this rank's micro-batches and adds up over its data-parallel group."""
+    """Counts this rank's micro-batches, which hold whole sequences, and adds up over its data-parallel group."""
     counts = torch.stack(
         [
             torch.stack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.assembly import StepModel
 from steptron.model.balance import BalanceContext, bias_update
+from steptron.model.chunks import ModelChunks
 from steptron.model.init import initialise
 from steptron.model.kernels import choose_kernels
 from steptron.model.layer_spec import ModelSpec, model_spec
-from steptron.model.stages import split_stages
+from steptron.model.stages import chunks_of, split_stages
 from steptron.model.transformer_config import DTYPES, transformer_config
 from steptron.optim.base import NamedParameter
 from steptron.optim.build import build_optimizer
@@ -25,6 +27,7 @@ from steptron.parallel.finalize import finalize_gradients
 from steptron.parallel.gradient_buffer import DataParallel
 from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh
+from steptron.parallel.sequence_shard import SequenceShard
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 
 
@@ -78,7 +81,7 @@ class StepResult:
 
 
 class TrainStep:
-    """Model, gradient buffers and optimizer of this process.
+    """Model chunks, gradient buffers and optimizer of this process.
 
     Args:
         config: the whole configuration, already checked.
@@ -90,7 +93,7 @@ class TrainStep:
         self.config = config
         self.mesh = mesh
         self.device = device
-        self.spec: ModelSpec = model_spec(config.model)
+        self.spec: ModelSpec = model_spec(config.model, config.train.recompute)
         self.kernels = choose_kernels(config.train, device)
         self.engine_config = transformer_config(
             config.model,
@@ -99,36 +102,40 @@ class TrainStep:
             deterministic=config.train.deterministic,
             kernels=self.kernels,
         )
-        stage = split_stages(config.model.num_layers, config.parallel.pipeline)[mesh.pipeline_rank]
+        parallel = config.parallel
+        stages = split_stages(
+            config.model.num_layers, parallel.pipeline * parallel.virtual_pipeline, parallel.pipeline_layout
+        )
         with torch.device(device):
-            self.module = StepModel(
-                self.spec,
-                stage,
-                self.engine_config,
-                mesh.groups,
-                mtp_depths=config.loss.mtp_train_depths,
-                freeze_router=config.balance.freeze_router,
+            self.chunks = ModelChunks(
+                [
+                    StepModel(
+                        self.spec,
+                        stage,
+                        self.engine_config,
+                        mesh.groups,
+                        mtp_depths=config.loss.mtp_train_depths,
+                        freeze_router=config.balance.freeze_router,
+                    )
+                    for stage in chunks_of(stages, mesh.pipeline_rank, mesh.pipeline_size)
+                ]
             )
         initialise(
-            dict(self.module.logical_tensors()),
-            self.spec,
-            config.model.init,
-            config.train.seed,
-            mesh.expert_range(config.model.moe.num_experts),
+            dict(self.chunks.logical_tensors()), self.spec, config.model.init, config.train.seed, mesh.place
         )
-        self.model = DataParallel(self.module, mesh.groups.dp_cp, mesh.groups.expt_dp)
+        self.model = [DataParallel(chunk, mesh) for chunk in self.chunks]
         self.optimizer = build_optimizer(config.optimizer, self.trained_parameters())
         # With one group the balance loss is constant and has no gradient: it is left out.
         self._ep_groups = config.balance.ep_groups or config.parallel.expert
         self._ep_coefficient = config.balance.ep_loss_coefficient if self._ep_groups > 1 else 0.0
         self._moe_index = {layer.index: i for i, layer in enumerate(self.spec.moe_layers)}
         self._forward_backward = get_forward_backward_func()
-        self.engine_config.no_sync_func = self.model.no_sync
+        self.engine_config.no_sync_func = self._no_sync
         self.engine_config.finalize_model_grads_func = finalize_gradients
 
     def trained_parameters(self) -> list[NamedParameter]:
         """This process's parameters that get gradients."""
-        tensors = dict(self.module.named_parameters())
+        tensors = dict(self.chunks.named_parameters())
         return [
             NamedParameter(parameter, tensors[parameter.name])
             for parameter in self.spec.parameters()
@@ -142,13 +149,14 @@ class TrainStep:
             batches: this data-parallel rank's micro-batches, as many as on every other rank.
             stop_requested: this process was asked to stop; handed on to every rank.
         """
-        counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp_cp)
+        counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp)
         contexts = [
             self._balance_context(batch, num_valid, counts)
             for batch, num_valid in zip(batches, counts.local_valid, strict=True)
         ]
-        self.model.zero_grad_buffer()
-        self.model.train()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.chunks.train()
         sums = self._run(list(zip(batches, contexts, strict=True)), counts, forward_only=False)
         return self._observe(sums, contexts, counts, stop_requested)
 
@@ -174,19 +182,32 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, TokenCounts]:
         """Summed cross entropies [1 + depths] (float64, nats) over the global batch, and its counts."""
-        counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp_cp)
-        self.model.eval()
+        counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp)
+        self.chunks.train(False)
         sums = self._run([(batch, None) for batch in batches], counts, forward_only=True)
-        return self.mesh.sum_over_data_and_stages(sums), counts
+        return self.mesh.add_up(sums), counts
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for chunk in self.model:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     def _balance_context(self, batch: MicroBatch, num_valid: int, counts: TokenCounts) -> BalanceContext:
-        valid = batch.documents_BS.t().flatten() >= 0
         return BalanceContext(
             num_groups=self._ep_groups,
             coefficient=self._ep_coefficient * num_valid / max(counts.valid, 1),
-            valid_T=None if num_valid == valid.numel() else valid,
+            valid_T=None if num_valid == batch.documents_BS.numel() else self._own_tokens(batch.documents_BS >= 0),
             num_valid=num_valid,
+            group=self.mesh.groups.tp_cp,
         )
+
+    def _own_tokens(self, values_BS: torch.Tensor) -> torch.Tensor:
+        """Of whole sequences the values [T] of this rank's tokens, in the order of its flattened hidden states."""
+        mesh = self.mesh
+        shard = SequenceShard.balanced(values_BS.shape[1], mesh.context_rank, mesh.context_size)
+        return shard.take(values_BS).t().chunk(mesh.tensor_size)[mesh.tensor_rank].flatten()
 
     def _run(
         self,
@@ -197,8 +218,8 @@ class TrainStep:
         """Drives Megatron's schedule.
 
         Returns:
-            float64 [1 + depths]: cross entropies summed over this rank's micro-batches; zeros before
-            the last stage.
+            float64 [1 + depths]: cross entropies summed over this rank's micro-batches; zeros before the last
+            stage, and where another tensor-parallel rank reports the same sums. They add up over all ranks.
         """
         coefficients = torch.tensor(loss_coefficients(self.config.loss, counts), device=self.device)
 
@@ -215,7 +236,7 @@ class TrainStep:
         batch_size, sequence_length = work[0][0].tokens_BS.shape
         outputs = self._forward_backward(
             forward_step_func=forward,
-            data_iterator=iter(work),
+            data_iterator=[iter(work) for _ in self.model],
             model=self.model,
             num_microbatches=len(work),
             seq_length=sequence_length,
@@ -223,8 +244,9 @@ class TrainStep:
             forward_only=forward_only,
         )
         sums = torch.zeros(1 + self.config.loss.mtp_train_depths, dtype=torch.float64, device=self.device)
-        for output in outputs:
-            sums += output
+        if self.mesh.tensor_rank == 0:
+            for output in outputs:
+                sums += output
         return sums
 
     def _observe(
@@ -239,9 +261,11 @@ class TrainStep:
             for index, layer in context.layers.items():
                 tokens_LE[self._moe_index[index]] += layer.tokens_per_expert_E
                 means += share * torch.stack([layer.ep_loss, layer.confidence]).double()
-        self.mesh.sum_over_data_and_stages(tokens_LE)
+        if self.mesh.groups.tp_cp.rank() > 0:
+            means[0] = 0.0  # the loss of a micro-batch is the same on all its ranks: the first reports it
+        self.mesh.add_up(tokens_LE)
         values = torch.cat([sums, means, means.new_tensor([float(stop_requested)])])
-        *totals, ep_loss, confidence, stops = self.mesh.sum_over_data_and_stages(values).tolist()
+        *totals, ep_loss, confidence, stops = self.mesh.add_up(values).tolist()
         return Observation(
             self._losses(totals, counts, ep_loss if num_layers else None),
             counts,
@@ -261,14 +285,14 @@ class TrainStep:
     def parameters_are_finite(self) -> bool:
         """Whether every parameter of every rank is finite."""
         bad = torch.zeros((), device=self.device)
-        for parameter in self.module.parameters():
+        for _, parameter in self.chunks.named_parameters():
             bad += ~parameter.isfinite().all()
         dist.all_reduce(bad)
         return not bool(bad)
 
     @torch.no_grad()
     def _update_biases(self, tokens_per_expert_LE: torch.Tensor, rate: float) -> None:
-        for index, router in self.module.routers().items():
+        for index, router in self.chunks.routers().items():
             router.bias += bias_update(tokens_per_expert_LE[self._moe_index[index]], rate)
 
     def _describe_non_finite(self, losses: Losses, norm: float) -> str:

@@ -41,7 +41,7 @@ def train_and_save(rank: int, world_size: int, output: Path, overrides: list[str
     train = TrainStep(config, mesh, torch.device("cpu"))
     for _ in range(2):
         train.run(make_batches()[mesh.data_rank :: mesh.data_size], 1e-2, 1e-3)
-    save_load.save(config, PROGRESS, ["hash"], train.module, train.optimizer, mesh)
+    save_load.save(config, PROGRESS, ["hash"], train.chunks, train.optimizer, mesh)
     return state_of(train)
 
 
@@ -51,7 +51,7 @@ def load_and_report(rank: int, world_size: int, folder: Path, overrides: list[st
     train = TrainStep(config, mesh, torch.device("cpu"))
     for tensor in state_of(train).values():
         tensor.fill_(float("nan"))
-    progress = save_load.load(folder, train.module, train.optimizer, mesh)
+    progress = save_load.load(folder, train.chunks, train.optimizer, mesh)
     return progress, train.optimizer.num_steps, state_of(train)
 
 
@@ -59,7 +59,7 @@ def state_of(train: TrainStep) -> State:
     """Every tensor of this rank's state, aliased; experts by their first global index."""
     experts = {p.name for p in train.spec.parameters() if p.is_expert}
     tensors: State = {}
-    for kind, values in {"model": dict(train.module.logical_tensors()), **train.optimizer.state()}.items():
+    for kind, values in {"model": dict(train.chunks.logical_tensors()), **train.optimizer.state()}.items():
         for name, tensor in values.items():
             place = f"@{train.mesh.expert_rank / train.mesh.expert_size}" if name in experts else ""
             tensors[f"{kind}.{name}{place}"] = tensor.detach()

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import os
 import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from steptron.config import checks
 from steptron.config.checks import check, smallest_world_size
@@ -252,25 +255,137 @@ REFUSED = [
     ),
     # ---------------------------------------------------------------------------------- parallel
     (
-        ["parallel.tensor=2"],
-        2,
-        "parallel.tensor is 2: tensor parallelism is not supported yet; the only value in this version is 1",
-    ),
-    (
-        ["parallel.context=2"],
-        2,
-        "parallel.context is 2: context parallelism is not supported yet; the only value in this version is 1",
-    ),
-    (
         ["parallel.virtual_pipeline=2"],
         1,
-        "parallel.virtual_pipeline is 2: interleaving of pipeline stages is not supported yet; "
-        "the only value in this version is 1",
+        "parallel.virtual_pipeline is 2, but parallel.pipeline is 1: stages are interleaved over at least 2 pipeline "
+        "ranks; set parallel.virtual_pipeline to 1 or parallel.pipeline to 2 or more",
     ),
     (
         ["parallel.pipeline=6"],
         6,
-        "parallel.pipeline (6) must not exceed model.num_layers (5): each stage holds at least one layer",
+        "parallel.pipeline x virtual_pipeline (6 x 1 = 6) must not exceed model.num_layers (5): "
+        "each stage holds at least one layer, unless parallel.pipeline_layout leaves some empty",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=3"],
+        2,
+        "parallel.pipeline x virtual_pipeline (2 x 3 = 6) must not exceed model.num_layers (5): "
+        "each stage holds at least one layer, unless parallel.pipeline_layout leaves some empty",
+    ),
+    (
+        ["parallel.pipeline_layout=Et*5L"],
+        1,
+        "parallel.pipeline_layout is set, but there is one stage (parallel.pipeline and virtual_pipeline are 1): "
+        "leave it out",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layout=Ett|ttL"],
+        2,
+        "parallel.pipeline_layout (Ett|ttL) has 4 of t, but model.num_layers is 5: write exactly 5 of t",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.pipeline_layout=Ett|tttL", "model.mtp.depths=1"],
+        2,
+        "parallel.pipeline_layout (Ett|tttL) has 0 of m, but model.mtp.depths is 1: write exactly 1 of m",
+    ),
+    (
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layout=Ett|tttL"],
+        2,
+        "parallel.pipeline_layout (Ett|tttL) has 2 stages, but parallel.pipeline x virtual_pipeline is 4: "
+        "write 3 of | between stages",
+    ),
+    (
+        ["parallel.tensor=2", "model.vocab_size=513"],
+        2,
+        "model.vocab_size (513) must be a multiple of parallel.tensor (2): parallel.tensor can be 1",
+    ),
+    (
+        ["parallel.tensor=2", "model.dense_hidden_size=161"],
+        2,
+        "model.dense_hidden_size (161) must be a multiple of parallel.tensor (2): parallel.tensor can be 1",
+    ),
+    (
+        ["parallel.tensor=2", "model.moe.shared_hidden_size=33"],
+        2,
+        "model.moe.shared_hidden_size (33) must be a multiple of parallel.tensor (2): parallel.tensor can be 1",
+    ),
+    (
+        ["parallel.tensor=2", "model.full.num_kv_groups=1"],
+        2,
+        "model.full.num_kv_groups (1) must be a multiple of parallel.tensor (2); more tensor-parallel ranks than KV "
+        "groups are not supported: parallel.tensor can be 1",
+    ),
+    (
+        ["parallel.tensor=2", "data.sequence_length=33"],
+        2,
+        "data.sequence_length (33) must be a multiple of parallel.tensor (2), so that every rank holds equally many "
+        "tokens",
+    ),
+    (
+        ["parallel.context=2", "data.sequence_length=34"],
+        2,
+        "data.sequence_length (34) must be a multiple of 2 x parallel.context x tensor (2 x 2 x 1 = 4), so that every "
+        "rank holds equally many tokens",
+    ),
+    (
+        ["parallel.context=2", "parallel.tensor=2", "data.sequence_length=36"],
+        4,
+        "data.sequence_length (36) must be a multiple of 2 x parallel.context x tensor (2 x 2 x 2 = 8), so that every "
+        "rank holds equally many tokens",
+    ),
+    (
+        ["parallel.context=2", "parallel.tensor=2"],
+        6,
+        "the number of processes (6) must be a multiple of parallel.pipeline x tensor x context (1 x 2 x 2 = 4)",
+    ),
+    (
+        ["parallel.node_size=3", "train.global_batch_size=8"],
+        4,
+        "parallel.node_size is 3, but it must divide the number of processes (4): it can be 1, 2, 4, or unset",
+    ),
+    (
+        # A stage's 6 ranks on nodes of 4.
+        ["parallel.pipeline=2", "parallel.node_size=4", "train.global_batch_size=12"],
+        12,
+        "parallel.node_size is 4, but nodes would hold different numbers of the ranks that add up a gradient "
+        "(over 2 pipeline x 1 tensor x 1 context x 1 expert ranks): it can be 1, 2, 3, 6, 12, or unset",
+    ),
+    (
+        # Ranks 0, 4, 8 hold the same experts: two of them on the first node, one on the second.
+        ["parallel.expert=4", "parallel.node_size=6", "train.global_batch_size=24"],
+        12,
+        "parallel.node_size is 6, but nodes would hold different numbers of the ranks that add up a gradient "
+        "(over 1 pipeline x 1 tensor x 1 context x 4 expert ranks): it can be 1, 2, 3, 4, 12, or unset",
+    ),
+    (
+        ["parallel.dispatcher=flex"],
+        1,
+        "parallel.dispatcher is flex, but parallel.expert is 1, so that no token travels: set it to alltoall or "
+        "allgather",
+    ),
+    (
+        ["parallel.dispatcher=flex", "parallel.expert=2"],
+        2,
+        "parallel.dispatcher is flex, which is DeepEP's, for GPUs, but there is no CUDA device here: set it to "
+        "alltoall or allgather",
+    ),
+    (
+        ["parallel.dispatcher=flex", "parallel.expert=2", "train.device=cpu"],
+        2,
+        "parallel.dispatcher is flex, which is DeepEP's, for GPUs, but train.device is cpu: set it to alltoall or "
+        "allgather",
+    ),
+    (
+        ["parallel.overlap_expert_communication=true"],
+        1,
+        "parallel.overlap_expert_communication is true, but parallel.expert is 1, so that no token travels: "
+        "set it to false",
+    ),
+    (
+        ["parallel.overlap_expert_communication=true", "parallel.expert=2"],
+        2,
+        "parallel.overlap_expert_communication is true, which needs the streams of a GPU, but there is no CUDA device "
+        "here: set it to false",
     ),
     (
         ["parallel.pipeline=2"],
@@ -319,6 +434,22 @@ REFUSED = [
         ["train.batch_ramp={start: 2, increment: 1, sequences: 8}"],
         1,
         "train.batch_ramp.increment (1) must be a multiple of train.micro_batch_size x data-parallel ranks (2 x 1 = 2)",
+    ),
+    *(
+        (
+            ["parallel.pipeline=2", "parallel.virtual_pipeline=2", *overrides],
+            4,
+            f"{name} ({size}) must be a multiple of train.micro_batch_size x data-parallel ranks x parallel.pipeline "
+            "(2 x 2 x 2 = 8): with parallel.virtual_pipeline above 1 micro-batches pass in groups of parallel.pipeline",
+        )
+        for overrides, name, size in (
+            (["train.global_batch_size=12"], "train.global_batch_size", 12),
+            (
+                ["train.global_batch_size=16", "train.batch_ramp={start: 8, increment: 4, sequences: 8}"],
+                "train.batch_ramp.increment",
+                4,
+            ),
+        )
     ),
     # ---------------------------------------------------------------------------------- schedule
     (
@@ -378,11 +509,11 @@ def test_every_size_of_a_batch_ramp_must_fit() -> None:
 
 
 def test_heads_and_groups_must_divide_by_tensor_ranks() -> None:
-    found = problems("parallel.tensor=4", world_size=4)
-    assert found[1:] == (
-        "model.full.num_kv_groups (2) must be a multiple of parallel.tensor (4)",
-        "model.sliding.num_heads (6) must be a multiple of parallel.tensor (4)",
-        "model.sliding.num_kv_groups (2) must be a multiple of parallel.tensor (4)",
+    more = "; more tensor-parallel ranks than KV groups are not supported: parallel.tensor can be 1, 2"
+    assert problems("parallel.tensor=4", world_size=4) == (
+        "model.sliding.num_heads (6) must be a multiple of parallel.tensor (4): parallel.tensor can be 1, 2",
+        f"model.full.num_kv_groups (2) must be a multiple of parallel.tensor (4){more}",
+        f"model.sliding.num_kv_groups (2) must be a multiple of parallel.tensor (4){more}",
     )
 
 
@@ -404,6 +535,25 @@ def test_all_problems_are_listed_at_once() -> None:
         (["parallel.pipeline=2", "parallel.expert=2", "parallel.dispatcher=allgather"], 4),
         (["parallel.expert=8", "train.global_batch_size=16"], 8),
         (["parallel.dispatcher=allgather"], 1),
+        (["parallel.tensor=2", "parallel.expert=2"], 2),
+        (["parallel.tensor=2", "parallel.expert=4", "train.global_batch_size=8"], 8),
+        (["parallel.context=4", "parallel.expert=4"], 4),
+        (["parallel.context=2", "parallel.tensor=2", "data.sequence_length=40"], 4),
+        (["data.sequence_length=33"], 1),
+        # Widths that no layer has, and heads that no layer reads, need not divide.
+        (["parallel.tensor=2", "model.num_dense_layers=0", "model.dense_hidden_size=161"], 2),
+        (["parallel.tensor=2", ALL_DENSE, "model.moe.shared_hidden_size=33"], 2),
+        (["parallel.tensor=2", "model.layout=S3F1", "model.sliding.num_heads=7"], 2),
+        (["parallel.tensor=2", "model.layout=FFFF", "model.sliding.num_kv_groups=3"], 2),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=2"], 2),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=2", "train.global_batch_size=16"], 4),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.pipeline_layout=E|t*3||ttL"], 2),
+        (["parallel.pipeline=6", "parallel.pipeline_layout=E(t|)*5L"], 6),
+        (["parallel.pipeline=2", "parallel.pipeline_layout=Et*4|tmL", "model.mtp.depths=1"], 2),
+        (["parallel.node_size=2", "train.global_batch_size=8"], 4),
+        (["parallel.node_size=8", "train.global_batch_size=8"], 4),
+        (["parallel.node_size=4", "parallel.pipeline=4", "train.global_batch_size=4"], 8),
+        (["parallel.node_size=2", "parallel.expert=4", "train.global_batch_size=16"], 8),
         (["train.precision=bf16"], 1),
         (["train.device=cpu"], 1),
         (["model.layout=FFFF+gate"], 1),
@@ -518,7 +668,86 @@ def test_data_folders_must_exist_when_asked() -> None:
     )
 
 
+# ---------------------------------------------------------------------------- expert communication
+
+
+FLEX = ["parallel.dispatcher=flex", "parallel.overlap_expert_communication=true", "parallel.expert=2"]
+
+
+def test_flex_and_overlap_on_this_machines_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_has_cuda", lambda: True)
+    asked = config(*FLEX, "train.precision=bf16")
+    installed = {"tensorboard"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: types.SimpleNamespace() if name in installed else None)
+    with pytest.raises(ConfigError) as caught:
+        check(asked, 2)
+    assert caught.value.problems == (
+        "parallel.dispatcher is flex, but DeepEP (package deep_ep, https://github.com/deepseek-ai/DeepEP) is not "
+        "installed: install it, or set it to alltoall or allgather",
+    )
+    check(asked, 2, "cuda")  # what other machines have installed is not known here
+    installed.add("deep_ep")
+    check(asked, 2)
+
+
+DEEP_EP = [
+    (
+        [],
+        2,
+        "parallel.dispatcher is flex, and DeepEP carries bf16 only, but train.precision is fp32: set it to bf16, or "
+        "the dispatcher to alltoall or allgather",
+    ),
+    (
+        ["train.precision=bf16", "parallel.expert=3", "model.moe.num_experts=9", "train.global_batch_size=6"],
+        3,
+        "parallel.dispatcher is flex, and DeepEP has no configuration for parallel.expert 3: it can be "
+        "2, 4, 8, 16, 24, 32, 64, 128, 144, 160",
+    ),
+    (
+        ["train.precision=bf16", "parallel.expert=16", "model.moe.num_experts=16", "train.global_batch_size=32"],
+        16,
+        "model.hidden_size (64) must be a multiple of 256 with parallel.dispatcher flex over more than 8 ranks "
+        "(parallel.expert is 16)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "problem"), DEEP_EP)
+def test_what_deep_ep_cannot_carry(overrides: list[str], world_size: int, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(config(*FLEX, *overrides), world_size, "cuda")
+    assert caught.value.problems == (problem,)
+
+
 # ----------------------------------------------------------------------------------------- layout
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.integers(1, 4),
+    st.integers(1, 48),
+)
+def test_accepted_node_sizes_share_every_group_evenly(
+    pipeline: int, tensor: int, expert: int, replicas: int, node_size: int
+) -> None:
+    """Against the ranks of each group, written out."""
+    parallel = ParallelConfig(pipeline=pipeline, tensor=tensor, expert=expert, node_size=node_size)
+    world_size = replicas * smallest_world_size(parallel)
+    stage_size = world_size // pipeline
+    groups = [
+        range(first, stage + stage_size, distance)
+        for distance in (1, tensor, expert)
+        for stage in range(0, world_size, stage_size)
+        for first in range(stage, stage + distance)
+    ]
+    even = all(len(set(Counter(rank // node_size for rank in group).values())) == 1 for group in groups)
+    refused = list(checks._nodes(parallel, world_size))
+    assert refused or even
+    aligned = stage_size % node_size == 0 or node_size % stage_size == 0
+    if even and aligned and world_size % node_size == 0:
+        assert not refused
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from steptron.config.schema import ModelConfig, MtpConfig, ParallelConfig
 from steptron.data.batch import MicroBatch
-from steptron.model.assembly import StepModel, _sequence
+from steptron.model.assembly import StepModel
 from steptron.model.balance import BalanceContext, ep_group_loss
 from steptron.model.router import Router, Routing
 from steptron.model.stages import Stage, split_stages
@@ -254,7 +254,7 @@ def test_bf16_is_close_to_fp32() -> None:
     assert means.abs().max() < 0.1
     sums.sum().backward()
     assert all(g.isfinite().all() and g.dtype is torch.bfloat16 for g in gradients(narrow).values())
-    hidden = narrow._run_layers(batch, _sequence(batch), None)
+    hidden = narrow._run_layers(batch, narrow._sequence(batch), None)
     assert hidden.dtype is torch.bfloat16
 
 

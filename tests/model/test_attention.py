@@ -18,8 +18,9 @@ from steptron.config.schema import ParallelConfig
 from steptron.model.attention import SelfAttention
 from steptron.model.layer_spec import AttentionKind, AttentionSpec, LayerSpec, RopeScaling, RopeSpec, model_spec
 from steptron.model.rope import rope_tables
-from steptron.model.sequence import SequenceContext, SequenceShard
+from steptron.model.sequence import SequenceContext
 from steptron.model.transformer_config import transformer_config
+from steptron.parallel.sequence_shard import SequenceShard
 from tests.model.helpers import relative_error, single_process, small_config
 
 HIDDEN, EPS, LENGTH, BATCH = 16, 1e-5, 14, 2
@@ -361,10 +362,3 @@ def test_can_be_built_without_memory() -> None:
     with torch.device("meta"):
         module = SelfAttention(replace(SLIDING, sink=True), 4096, EPS, engine_config(torch.bfloat16))
     assert all(p.is_meta and p.dtype is torch.bfloat16 for p in module.parameters())
-
-
-def test_tensor_parallelism_is_refused() -> None:
-    config = engine_config()
-    config.tensor_model_parallel_size = 2
-    with pytest.raises(NotImplementedError, match=r"tensor parallelism is not supported yet.*2.*parallel.tensor"):
-        SelfAttention(FULL, HIDDEN, EPS, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from steptron.model.dispatch import ExpertParallelDispatcher, LocalDispatcher
 from steptron.model.router import Routing
 from steptron.model.transformer_config import transformer_config
 from steptron.parallel.mesh import build_mesh
+from tests.model import deep_ep_on_gloo
 from tests.model.helpers import relative_error, small_config
 from tests.worker_pool import WorkerPool
 
@@ -84,19 +87,19 @@ def expert_parallel(rank: int, world_size: int, kind: str, situation: str):
     mesh = build_mesh(parallel)
     moe = MoeConfig(num_experts=EXPERTS, top_k=top_k, expert_hidden_size=16, shared_hidden_size=16)
     config = transformer_config(small_config(moe=moe), parallel, torch.float32)
-    dispatcher = ExpertParallelDispatcher(EXPERTS, config, mesh.groups)
     routing = make_routing(tokens, top_k, seed=10 + rank, used=used)
     h = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(20 + rank)).requires_grad_()
-    first = mesh.expert_range(EXPERTS)[0]
-    out = through(dispatcher, h, routing, first)
     direction = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(30 + rank))
-    gradients = torch.autograd.grad(out, [h, routing.weights_TK], direction)
+    with deep_ep_on_gloo.installed() if kind == "flex" else contextlib.nullcontext():
+        dispatcher = ExpertParallelDispatcher(EXPERTS, config, mesh.groups)
+        out = through(dispatcher, h, routing, mesh.expert_rank * EXPERTS // world_size)
+        gradients = torch.autograd.grad(out, [h, routing.weights_TK], direction)
     expected = by_loops(h, routing)
     references = torch.autograd.grad(expected, [h, routing.weights_TK], direction)
     return [(a.detach(), b.detach()) for a, b in zip((out, *gradients), (expected, *references), strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@pytest.mark.parametrize("kind", ["alltoall", "allgather", "flex"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_expert_parallel_dispatchers_equal_loops(pool: WorkerPool, kind: str, situation: str) -> None:
     for rank in pool.run(2, expert_parallel, kind, situation):
@@ -105,8 +108,22 @@ def test_expert_parallel_dispatchers_equal_loops(pool: WorkerPool, kind: str, si
             assert relative_error(own, expected) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@pytest.mark.parametrize("kind", ["alltoall", "allgather", "flex"])
 def test_expert_parallel_over_four_ranks(pool: WorkerPool, kind: str) -> None:
     for rank in pool.run(4, expert_parallel, kind, "random"):
         for own, expected in rank:
             assert relative_error(own, expected) < 1e-6
+
+
+def flex_without_deep_ep(rank: int, world_size: int) -> str:
+    parallel = ParallelConfig(expert=world_size, dispatcher="flex")
+    moe = MoeConfig(num_experts=EXPERTS, top_k=2, expert_hidden_size=16, shared_hidden_size=16)
+    config = transformer_config(small_config(moe=moe), parallel, torch.float32)
+    with pytest.raises(ImportError) as caught:
+        ExpertParallelDispatcher(EXPERTS, config, build_mesh(parallel).groups)
+    return str(caught.value)
+
+
+def test_flex_says_that_deep_ep_is_missing(pool: WorkerPool) -> None:
+    for message in pool.run(2, flex_without_deep_ep):
+        assert "DeepEP is not installed" in message

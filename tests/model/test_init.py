@@ -10,29 +10,28 @@ import torch
 from steptron.config.schema import InitConfig, MoeConfig, MtpConfig
 from steptron.model.init import initialise, standard_deviation
 from steptron.model.layer_spec import RESIDUAL_WRITERS, ParameterRole, model_spec
+from steptron.model.parameter_shards import Cut, Place, cut_of, shard
 from steptron.model.stages import split_stages
 from tests.model.helpers import build_model, small_config
 
 CONFIG = small_config(layout="S3F1+heads+gate+sink")
 EXPERTS = CONFIG.moe.num_experts
+WHOLE = Place()
 
 
-def empty_tensors(expert_range: tuple[int, int] = (0, EXPERTS), dtype: torch.dtype = torch.float32):
+def empty_tensors(place: Place = WHOLE, dtype: torch.dtype = torch.float32):
     """Tensors by logical name, full of NaN."""
-    tensors = {}
-    for parameter in model_spec(CONFIG).parameters():
-        shape = parameter.shape
-        if parameter.is_expert:
-            shape = (expert_range[1] - expert_range[0], *shape[1:])
-        tensors[parameter.name] = torch.full(shape, math.nan, dtype=dtype)
-    return tensors
+    return {
+        parameter.name: torch.full(shard(parameter, place).shape, math.nan, dtype=dtype)
+        for parameter in model_spec(CONFIG).parameters()
+    }
 
 
 def initialised(
-    seed: int = 0, config: InitConfig | None = None, expert_range: tuple[int, int] = (0, EXPERTS), **kwargs
+    seed: int = 0, config: InitConfig | None = None, place: Place = WHOLE, **kwargs
 ) -> dict[str, torch.Tensor]:
-    tensors = empty_tensors(expert_range, **kwargs)
-    initialise(tensors, model_spec(CONFIG), config or InitConfig(), seed, expert_range)
+    tensors = empty_tensors(place, **kwargs)
+    initialise(tensors, model_spec(CONFIG), config or InitConfig(), seed, place)
     return tensors
 
 
@@ -72,13 +71,34 @@ def test_no_two_logical_matrices_start_alike() -> None:
 
 def test_expert_parallel_ranks_hold_slices_of_the_same_values() -> None:
     whole = initialised()
-    for first in range(0, EXPERTS, 2):
-        part = initialised(expert_range=(first, first + 2))
+    for rank, first in enumerate(range(0, EXPERTS, 2)):
+        part = initialised(place=Place(expert_rank=rank, expert_size=EXPERTS // 2))
         for parameter in model_spec(CONFIG).parameters():
             expected = whole[parameter.name]
             if parameter.is_expert:
                 expected = expected[first : first + 2]
             assert torch.equal(part[parameter.name], expected), parameter.name
+
+
+def test_tensor_parallel_ranks_hold_rows_or_columns_of_the_same_values() -> None:
+    """Of fused tensors every matrix is cut on its own."""
+    whole = initialised()
+    parts = [initialised(place=Place(tensor_rank=rank, tensor_size=2)) for rank in range(2)]
+    for parameter in model_spec(CONFIG).parameters():
+        cut = cut_of(parameter.role)
+        if cut is Cut.NONE or cut is Cut.EXPERTS:
+            assert all(torch.equal(part[parameter.name], whole[parameter.name]) for part in parts), parameter.name
+        elif cut is Cut.COLUMNS:
+            assert torch.equal(torch.cat([part[parameter.name] for part in parts], dim=1), whole[parameter.name])
+        else:
+            local = 0
+            for matrix in parameter.matrices:
+                start, stop = matrix.rows
+                half = (stop - start) // 2
+                joined = torch.cat([part[parameter.name][local : local + half] for part in parts])
+                assert torch.equal(joined, whole[parameter.name][start:stop]), matrix.name
+                local += half
+            assert all(len(part[parameter.name]) == local for part in parts)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
@@ -90,7 +110,7 @@ def test_every_stage_split_gives_the_same_values(num_stages: int) -> None:
         for tensor in dict(model.logical_tensors()).values():
             tensor.data.fill_(math.nan)
         tensors = dict(model.logical_tensors())
-        initialise(tensors, model.spec, CONFIG.init, 3, (0, EXPERTS))
+        initialise(tensors, model.spec, CONFIG.init, 3, WHOLE)
         for name, tensor in tensors.items():
             assert torch.equal(tensor, expected[name]), name
         found |= tensors.keys()
@@ -159,7 +179,7 @@ def test_values_of_a_name_survive_changes_elsewhere() -> None:
         moe=MoeConfig(num_experts=8, top_k=2, expert_hidden_size=16, shared_hidden_size=24),
     )
     tensors = {p.name: torch.full(p.shape, math.nan) for p in model_spec(larger).parameters()}
-    initialise(tensors, model_spec(larger), InitConfig(), 0, (0, 8))
+    initialise(tensors, model_spec(larger), InitConfig(), 0, WHOLE)
     for name, values in before.items():
         if "router" not in name:
             assert torch.equal(tensors[name][: values.shape[0]], values), name

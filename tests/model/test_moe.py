@@ -39,7 +39,7 @@ def make_layer(mesh: Mesh, parallel: ParallelConfig) -> MoeFfn:
     }
     tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     assert tensors.keys() == shapes.keys()
-    first, last = mesh.expert_range(EXPERTS)
+    first, last = (EXPERTS * place // mesh.expert_size for place in (mesh.expert_rank, mesh.expert_rank + 1))
     with torch.no_grad():
         for name, shape in shapes.items():
             values = 0.3 * torch.randn(shape, generator=generator)

@@ -8,7 +8,8 @@ import torch
 from steptron.config.schema import MtpConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.mtp import mtp_loss_mask
-from steptron.model.sequence import SequenceContext, SequenceShard
+from steptron.model.sequence import SequenceContext
+from steptron.parallel.sequence_shard import SequenceShard
 from tests.model.helpers import build_model, fill, gradients, random_batch, relative_error, small_config
 
 DOCUMENTS = [[7, 5], [3, 1, 6], [12], [2, 2, 2, 2, 2, 2], [1, 8]]

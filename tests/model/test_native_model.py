@@ -12,6 +12,7 @@ from steptron.model.assembly import StepModel
 from steptron.model.init import initialise
 from steptron_kernels import extension
 from steptron_kernels.route import plain as plain_route
+from steptron.model.parameter_shards import Place
 from steptron_kernels.select import PLAIN, Kernels, native
 from tests.model.helpers import (
     assert_all_close,
@@ -30,7 +31,7 @@ def run(kernels: Kernels, batch: MicroBatch, as_initialised: bool = False) -> tu
     config = small_config()
     model = build_model(config, kernels=kernels)
     if as_initialised:
-        initialise(dict(model.logical_tensors()), model.spec, config.init, 1, (0, config.moe.num_experts))
+        initialise(dict(model.logical_tensors()), model.spec, config.init, 1, Place())
     else:
         fill(model, seed=1)
     sums = model(batch)

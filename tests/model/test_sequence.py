@@ -1,11 +1,12 @@
-"""Shifts along a row, shards, and the memo that layers share."""
+"""Shifts along a row, and the memo that layers share."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from steptron.model.sequence import SequenceContext, SequenceShard, shift_left
+from steptron.model.sequence import SequenceContext, shift_left
+from steptron.parallel.sequence_shard import SequenceShard
 
 
 @pytest.mark.parametrize("places", [0, 1, 2, 4])
@@ -31,9 +32,12 @@ def test_shift_keeps_bool() -> None:
     assert shift_left(mask, 1, False).dtype is torch.bool
 
 
-def test_shard() -> None:
-    assert SequenceShard.whole(8).is_whole
-    assert not SequenceShard(8, ((0, 2), (6, 8))).is_whole
+def test_the_last_tokens_of_a_shard_get_the_next_token_of_the_row() -> None:
+    # The shift comes first: labels of a shard's last tokens are tokens of another rank, or the late chunk's own.
+    row = torch.arange(16).view(1, 16)
+    labels = [SequenceShard.balanced(16, rank, 2).take(shift_left(row, 1, -1)) for rank in range(2)]
+    assert labels[0].tolist() == [[1, 2, 3, 4, 13, 14, 15, -1]]
+    assert labels[1].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
 
 
 def test_what_layers_share_is_computed_once_per_micro_batch() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from steptron.config.checks import check
 from steptron.config.loader import load
-from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
+from steptron.model.parameter_shards import shard
 from steptron.model.router import Router
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import Losses, TrainStep
@@ -23,14 +24,24 @@ LEARNING_RATE = 1e-2
 
 
 @dataclass(frozen=True)
+class Part:
+    """Part ``index`` of equal ones along ``axis`` of a matrix (of stacked experts: of the stack)."""
+
+    axis: int
+    index: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What one rank saw; gradients and parameters by logical name, experts with their first index."""
+    """What one rank saw; gradients and parameters by the name of the logical matrix, with the place of its part."""
 
     losses: list[Losses]
     tokens_per_expert: list[torch.Tensor]
+    confidence: list[float]
     gradient_norms: list[float]
-    gradients: dict[str, tuple[int, torch.Tensor]]
-    parameters: dict[str, tuple[int, torch.Tensor]]
+    gradients: dict[str, Part]
+    parameters: dict[str, Part]
     smallest_gap: float
 
 
@@ -44,23 +55,40 @@ def make_batches(seed: int = 0, count: int = NUM_MICRO_BATCHES, batch: int = BAT
         borders = torch.rand(batch, SEQUENCE, generator=generator) < 0.06
         documents = borders.cumsum(dim=1)
         valid = torch.arange(SEQUENCE) < lengths.unsqueeze(1)
-        documents = documents.masked_fill(~valid, -1)
-        positions = torch.zeros_like(documents)
-        for b in range(batch):
-            for t in range(1, SEQUENCE):
-                positions[b, t] = positions[b, t - 1] + 1 if documents[b, t] == documents[b, t - 1] else 0
-        next_document = torch.cat([documents[:, 1:], documents[:, -1:]], dim=1)
-        kept = torch.rand(batch, SEQUENCE, generator=generator) < (0.2 + 0.25 * j)
-        batches.append(
-            MicroBatch(
-                tokens_BS=stream[:, :-1].contiguous(),
-                labels_BS=stream[:, 1:].contiguous(),
-                loss_mask_BS=kept & valid & (next_document == documents),
-                positions_BS=positions,
-                documents_BS=documents,
-            )
-        )
+        batches.append(_micro_batch(stream, documents.masked_fill(~valid, -1), 0.2 + 0.25 * j, generator))
     return batches
+
+
+def batches_of_documents(rows: list[list[int]], seed: int = 5) -> list[MicroBatch]:
+    """As many micro-batches as usual, whose rows hold documents of the given lengths, then padding."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = torch.full((len(rows), SEQUENCE), -1)
+    for row, lengths in zip(documents, rows, strict=True):
+        start = 0
+        for number, length in enumerate(lengths):
+            row[start : start + length] = number
+            start += length
+    streams = torch.randint(0, 512, (NUM_MICRO_BATCHES, len(rows), SEQUENCE + 1), generator=generator)
+    return [_micro_batch(stream, documents, 0.9, generator) for stream in streams]
+
+
+def _micro_batch(
+    stream: torch.Tensor, documents: torch.Tensor, kept_share: float, generator: torch.Generator
+) -> MicroBatch:
+    batch = documents.shape[0]
+    positions = torch.zeros_like(documents)
+    for b in range(batch):
+        for t in range(1, SEQUENCE):
+            positions[b, t] = positions[b, t - 1] + 1 if documents[b, t] == documents[b, t - 1] else 0
+    next_document = torch.cat([documents[:, 1:], documents[:, -1:]], dim=1)
+    kept = torch.rand(batch, SEQUENCE, generator=generator) < kept_share
+    return MicroBatch(
+        tokens_BS=stream[:, :-1].contiguous(),
+        labels_BS=stream[:, 1:].contiguous(),
+        loss_mask_BS=kept & (documents >= 0) & (next_document == documents),
+        positions_BS=positions,
+        documents_BS=documents,
+    )
 
 
 def run(
@@ -72,47 +100,56 @@ def run(
 ) -> Outcome:
     """Gradients at the initial parameters, and the parameters after some optimizer steps."""
     config = load(NANO, [*overrides, "data.sequence_length=48"]).config
+    check(config, world_size)
     mesh = build_mesh(config.parallel)
     train = TrainStep(config, mesh, torch.device("cpu"))
     own = (batches or make_batches())[mesh.data_rank :: mesh.data_size]
     gaps = _watch_gaps(train)
     observed = train.accumulate_gradients(own)
     all_losses, all_tokens, norms = [observed.losses], [observed.tokens_per_expert_LE], []
+    confidence = [observed.confidence or 0.0]
     gradients = {p.spec.name: p.tensor.main_grad.clone() for p in train.trained_parameters()}
     for _ in range(steps):
         result = train.run(own, LEARNING_RATE, bias_rate=1e-3)
         all_losses.append(result.observed.losses)
         all_tokens.append(result.observed.tokens_per_expert_LE)
+        confidence.append(result.observed.confidence or 0.0)
         norms.append(result.gradient_norm)
-    parameters = {name: tensor.detach().clone() for name, tensor in train.module.logical_tensors()}
+    parameters = {name: tensor.detach().clone() for name, tensor in train.chunks.logical_tensors()}
     return Outcome(
         all_losses,
         all_tokens,
+        confidence,
         norms,
-        _placed(config, mesh.expert_rank, mesh.expert_size, train, gradients),
-        _placed(config, mesh.expert_rank, mesh.expert_size, train, parameters),
+        _parts(train, gradients),
+        _parts(train, parameters),
         min(gaps, default=1.0),
     )
 
 
-def assemble(parts: list[dict[str, tuple[int, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Full logical tensors from what the ranks hold; replicas must be bit-equal."""
-    pieces: dict[str, dict[int, torch.Tensor]] = {}
-    for part in parts:
-        for name, (first, tensor) in part.items():
-            known = pieces.setdefault(name, {})
-            if first in known:
-                assert torch.equal(known[first], tensor), f"{name} differs between replicas"
-            known[first] = tensor
-    return {name: torch.cat([known[first] for first in sorted(known)]) for name, known in pieces.items()}
+def assemble(ranks: list[dict[str, Part]]) -> dict[str, torch.Tensor]:
+    """Whole logical matrices from what the ranks hold; replicas must be bit-equal."""
+    pieces: dict[str, dict[int, Part]] = {}
+    for parts in ranks:
+        for name, part in parts.items():
+            known = pieces.setdefault(name, {}).setdefault(part.index, part)
+            assert torch.equal(known.tensor, part.tensor), f"{name} differs between replicas"
+    return {
+        name: torch.cat([known[index].tensor for index in sorted(known)], dim=known[0].axis)
+        for name, known in pieces.items()
+    }
 
 
-def _placed(
-    config: PretrainConfig, expert_rank: int, expert_size: int, train: TrainStep, tensors: dict[str, torch.Tensor]
-) -> dict[str, tuple[int, torch.Tensor]]:
-    experts = {p.name for p in train.spec.parameters() if p.is_expert}
-    first = expert_rank * config.model.moe.num_experts // expert_size
-    return {name: (first if name in experts else 0, tensor) for name, tensor in tensors.items()}
+def _parts(train: TrainStep, tensors: dict[str, torch.Tensor]) -> dict[str, Part]:
+    parts = {}
+    for parameter in train.spec.parameters():
+        if parameter.name in tensors:
+            for part in shard(parameter, train.mesh.place).matrices:
+                rows = slice(*part.rows)
+                tensor = tensors[parameter.name]
+                own = tensor[:, rows] if parameter.is_expert else tensor[rows]
+                parts[part.matrix.name] = Part(part.axis, part.index, own.clone())
+    return parts
 
 
 def _watch_gaps(train: TrainStep) -> list[float]:
@@ -124,6 +161,6 @@ def _watch_gaps(train: TrainStep) -> list[float]:
         k = router.spec.top_k
         gaps.append(float((ranked[:, k - 1] - ranked[:, k]).min()))
 
-    for router in train.module.routers().values():
+    for router in train.chunks.routers().values():
         router.register_forward_hook(look)
     return gaps

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from steptron.config.schema import ParallelConfig
+from steptron.model.parameter_shards import shard
 from steptron.model.stages import split_stages
 from steptron.parallel.gradient_buffer import DataParallel
 from steptron.parallel.gradient_norm import _sum_of_squares, clip_gradients, gradient_norm
@@ -40,13 +41,17 @@ def loaded(mesh: Mesh, parallel: ParallelConfig, mtp_depths: int, freeze_router:
     """This process's part, as the finished reductions leave it."""
     stage = split_stages(CONFIG.num_layers, parallel.pipeline)[mesh.pipeline_rank]
     model = build_model(CONFIG, stage, mesh, parallel, mtp_depths=mtp_depths, freeze_router=freeze_router)
-    wrapped = DataParallel(model, mesh.groups.dp_cp, mesh.groups.expt_dp)
-    values = whole_gradients()
-    first, last = mesh.expert_range(CONFIG.moe.num_experts)
-    experts = {p.name for p in model.spec.parameters() if p.is_expert}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.main_grad.copy_(values[name][first:last] if name in experts else values[name])
+    wrapped = DataParallel(model, mesh)
+    values, tensors = whole_gradients(), dict(model.named_parameters())
+    for parameter in model.spec.parameters():
+        if parameter.name in tensors and tensors[parameter.name].requires_grad:
+            gradient = tensors[parameter.name].main_grad
+            for part in shard(parameter, mesh.place).matrices:
+                whole = values[parameter.name]
+                if not parameter.is_expert:
+                    whole = whole[slice(*part.matrix.rows)]
+                    gradient = tensors[parameter.name].main_grad[slice(*part.rows)]
+                gradient.copy_(whole.chunk(part.count, dim=part.axis)[part.index])
     return wrapped
 
 
@@ -56,9 +61,9 @@ def norm_and_clipped(
     parallel = ParallelConfig(**layout)
     mesh = build_mesh(parallel)
     model = loaded(mesh, parallel, mtp_depths, freeze_router)
-    norm = gradient_norm(model, mesh)
-    clip_gradients(model, norm, 0.5)
-    return norm, gradient_norm(model, mesh)
+    norm = gradient_norm([model], mesh)
+    clip_gradients([model], norm, 0.5)
+    return norm, gradient_norm([model], mesh)
 
 
 @pytest.mark.parametrize("mtp_depths, freeze_router", [(2, False), (1, True), (0, False)])
@@ -72,8 +77,12 @@ def norm_and_clipped(
         (2, {"pipeline": 2}),
         (4, {"pipeline": 4}),
         (4, {"pipeline": 2, "expert": 2}),
+        (2, {"tensor": 2}),
+        (4, {"tensor": 2, "expert": 4}),
+        (4, {"pipeline": 2, "tensor": 2}),
+        (4, {"context": 2, "expert": 2}),
     ],
-    ids=["DP2", "EP2", "DP2xEP2", "EP4", "PP2", "PP4", "PP2xEP2"],
+    ids=["DP2", "EP2", "DP2xEP2", "EP4", "PP2", "PP4", "PP2xEP2", "TP2", "TP2, EP4", "PP2xTP2", "CP2xEP2"],
 )
 def test_each_gradient_counts_once(
     pool: WorkerPool, world_size: int, layout: dict[str, int], mtp_depths: int, freeze_router: bool
@@ -89,19 +98,19 @@ def test_each_gradient_counts_once(
 def test_one_process() -> None:
     mesh = single_process()
     model = loaded(mesh, ParallelConfig(), 2, False)
-    assert gradient_norm(model, mesh) == pytest.approx(direct_norm(2, False), rel=1e-6)
+    assert gradient_norm([model], mesh) == pytest.approx(direct_norm(2, False), rel=1e-6)
 
 
 def test_clipping_scales_every_gradient_alike_and_only_when_the_norm_is_larger() -> None:
     mesh = single_process()
     model = loaded(mesh, ParallelConfig(), 2, False)
     before = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
-    norm = gradient_norm(model, mesh)
-    clip_gradients(model, norm, 2 * norm)
-    clip_gradients(model, norm, norm)
+    norm = gradient_norm([model], mesh)
+    clip_gradients([model], norm, 2 * norm)
+    clip_gradients([model], norm, norm)
     for name, p in model.module.named_parameters():
         assert torch.equal(p.main_grad, before[name])
-    clip_gradients(model, norm, norm / 4)
+    clip_gradients([model], norm, norm / 4)
     for name, p in model.module.named_parameters():
         torch.testing.assert_close(p.main_grad, before[name] / 4, rtol=1e-5, atol=0)
 
@@ -110,9 +119,9 @@ def test_gradients_that_are_not_finite_show_in_the_norm() -> None:
     mesh = single_process()
     model = loaded(mesh, ParallelConfig(), 2, False)
     model.module.embedding.weight.main_grad[0, 0] = math.nan
-    assert math.isnan(gradient_norm(model, mesh))
+    assert math.isnan(gradient_norm([model], mesh))
     model.module.embedding.weight.main_grad[0, 0] = math.inf
-    assert math.isinf(gradient_norm(model, mesh))
+    assert math.isinf(gradient_norm([model], mesh))
 
 
 @pytest.mark.parametrize("size", [1e15, 1e-15])
@@ -122,7 +131,7 @@ def test_very_large_and_very_small_gradients(size: float) -> None:
     for buffer in model.buffers:
         buffer.data.fill_(size)
     expected = size * math.sqrt(sum(buffer.data.numel() for buffer in model.buffers))
-    assert gradient_norm(model, mesh) == pytest.approx(expected, rel=1e-6)
+    assert gradient_norm([model], mesh) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_norm_of_a_large_tensor_is_exact() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from steptron.checkpoint.manifest import Progress
 from steptron.config.loader import load
+from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import model_spec
-from steptron.parallel.mesh import build_mesh
+from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.planning.flops import training_flops_per_token
 from steptron.train import meter as meter_module
 from steptron.train.losses import TokenCounts
@@ -32,9 +35,14 @@ def result(tokens: int, tokens_per_expert_LE: torch.Tensor) -> StepResult:
 
 def measure(rank: int, world_size: int) -> tuple[StepRecord, float]:
     config = load(NANO, ["parallel.expert=2", "train.peak_tflops=2.0"]).config
+    mesh = build_mesh(config.parallel)
     clock = iter([100.0, 110.0, 110.0])
-    meter_module.time.perf_counter = lambda: next(clock)  # type: ignore[assignment]
-    meter = Meter(config, build_mesh(config.parallel), torch.device("cpu"))
+    with mock.patch.object(meter_module.time, "perf_counter", lambda: next(clock)):
+        return record_of_two_steps(config, mesh)
+
+
+def record_of_two_steps(config: PretrainConfig, mesh: Mesh) -> tuple[StepRecord, float]:
+    meter = Meter(config, mesh, torch.device("cpu"))
     # Two layers of 8 experts: balanced, and the first group of 4 with all of it, one expert with half.
     loads_LE = torch.tensor([[10] * 8, [40, 20, 10, 10, 0, 0, 0, 0]])
     meter.count(result(300, loads_LE), data_seconds=1.0)

@@ -30,7 +30,7 @@ def build(overrides: list[str]) -> tuple[TrainStep, list[MicroBatch]]:
 
 
 def parameters_of(train: TrainStep) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in train.module.logical_tensors()}
+    return {name: tensor.detach().clone() for name, tensor in train.chunks.logical_tensors()}
 
 
 def train_and_evaluate(
@@ -40,9 +40,10 @@ def train_and_evaluate(
     two steps with an evaluation between them."""
     train, batches = build(overrides)
     losses = train.accumulate_gradients(batches).losses
-    before = [buffer.data.clone() for buffer in train.model.buffers]
+    buffers = [buffer for chunk in train.model for buffer in chunk.buffers]
+    before = [buffer.data.clone() for buffer in buffers]
     sums, counts = train.evaluate(batches)
-    untouched = all(torch.equal(a, buffer.data) for a, buffer in zip(before, train.model.buffers, strict=True))
+    untouched = all(torch.equal(a, buffer.data) for a, buffer in zip(before, buffers, strict=True))
     means = [total / count for total, count in zip(sums.tolist(), counts.targets, strict=True)]
     train.run(batches, LEARNING_RATE, 1e-3)
     train.evaluate(batches)
@@ -89,7 +90,7 @@ def step_with_nan_on_the_last_rank(rank: int, world_size: int, overrides: list[s
     before = parameters_of(train)
     if rank == world_size - 1:
         name, parameter = next(
-            (name, p) for name, p in train.module.named_parameters() if name.endswith("query_norm.weight")
+            (name, p) for name, p in train.chunks.named_parameters() if name.endswith("query_norm.weight")
         )
         before[name] = parameter.data.fill_(math.nan).clone()
     try:
@@ -160,7 +161,7 @@ def losses_without_targets(rank: int, world_size: int) -> tuple[float, float, bo
     nothing = replace(batch, loss_mask_BS=torch.zeros_like(batch.loss_mask_BS))
     result = train.run([nothing], LEARNING_RATE, 1e-3)
     finite = train.parameters_are_finite()
-    next(iter(train.module.parameters())).data.view(-1)[0] = math.inf
+    next(iter(train.chunks.named_parameters()))[1].data.view(-1)[0] = math.inf
     return result.observed.losses.lm, result.observed.losses.total, finite and not train.parameters_are_finite()
 
 

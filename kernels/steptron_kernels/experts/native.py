@@ -38,7 +38,11 @@ class Experts:
         plan: RowPlan | None = None,
         limit: float | None = None,
         clamp_after_silu: bool = True,
+        *,
+        recompute_rows: bool = False,
+        recompute_product: bool = False,
     ) -> Tensor:
+        """Rows and products are never kept, but made again piece by piece: what asks for that changes nothing."""
         experts, hidden, width = down_EHF.shape
         if gate_up_EMH.shape != (experts, 2 * width, hidden) or x.shape[-1] != hidden:
             raise ValueError(

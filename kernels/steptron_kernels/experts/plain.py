@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from steptron_kernels.experts.plan import RowPlan
+from steptron_kernels.recompute import not_kept, recomputed
 from steptron_kernels.swiglu.plain import swiglu
 
 
@@ -39,6 +40,9 @@ def experts(
     plan: RowPlan | None = None,
     limit: float | None = None,
     clamp_after_silu: bool = True,
+    *,
+    recompute_rows: bool = False,
+    recompute_product: bool = False,
 ) -> Tensor:
     """Outputs of the experts, each times its routing weight.
 
@@ -54,6 +58,8 @@ def experts(
         plan: which token each row is a copy of; None: the rows are given as they are.
         limit: clamp of the activations, None for none.
         clamp_after_silu: where the gate is clamped (:func:`steptron_kernels.swiglu.plain.swiglu`).
+        recompute_rows: gather the rows that a plan says again in the backward, instead of keeping them.
+        recompute_product: do so with the weighted activations, the input of the second product.
 
     Returns:
         [N, H]; with a plan [T, H], summed over each token's experts.
@@ -62,12 +68,18 @@ def experts(
         x_NH, weights_N = x, weights
     else:
         token_N = plan.slot_N // plan.rows_TK.shape[1]
-        x_NH = _Scatter.apply(x, token_N, plan.rows_TK)
+        rows_TK = plan.rows_TK
+        x_NH = recomputed(lambda x_TH: _Scatter.apply(x_TH, token_N, rows_TK), x, when=recompute_rows)
         weights_N = weights.flatten().index_select(0, plan.slot_N)
-    gate_up = grouped_linear(x_NH, gate_up_EMH, tokens_per_expert_E)
-    hidden = swiglu(gate_up, limit, clamp_after_silu)
-    hidden = (hidden * weights_N.unsqueeze(-1)).to(x_NH.dtype)
-    y_NH = grouped_linear(hidden, down_EHF, tokens_per_expert_E)
+    with not_kept(x_NH):
+        gate_up = grouped_linear(x_NH, gate_up_EMH, tokens_per_expert_E)
+
+    def product(gate_up: Tensor, weights_N: Tensor) -> Tensor:
+        return (swiglu(gate_up, limit, clamp_after_silu) * weights_N.unsqueeze(-1)).to(gate_up.dtype)
+
+    hidden = recomputed(product, gate_up, weights_N, when=recompute_product)
+    with not_kept(hidden):
+        y_NH = grouped_linear(hidden, down_EHF, tokens_per_expert_E)
     if plan is None:
         return y_NH
     y_TH: Tensor = _Gather.apply(y_NH, token_N, plan.rows_TK)

@@ -1,0 +1,132 @@
+"""Which part of each parameter a rank holds: rows or columns over tensor parallelism, experts over expert parallelism.
+
+Every logical matrix is cut on its own, so that the fused input projection of a rank is [query; key; value;
+gate] of its heads, and gate_up is [gate; up] of its columns. Plain data, no torch: the model's
+initialisation, checkpoints, the planner and the optimizer's table read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from steptron.model.layer_spec import EXPERT_ROLES, LogicalMatrix, ParameterRole, ParameterSpec
+
+
+class Cut(StrEnum):
+    """How the ranks of a stage share a parameter."""
+
+    ROWS = "rows"
+    """Tensor-parallel ranks hold equal runs of rows (output features, heads, vocabulary)."""
+    COLUMNS = "columns"
+    """Tensor-parallel ranks hold equal runs of columns (input features)."""
+    EXPERTS = "experts"
+    """Expert-parallel ranks hold equal runs of experts; each is whole."""
+    NONE = "none"
+    """Every rank of the stage holds all of it."""
+
+
+_ROWS = frozenset(
+    {
+        ParameterRole.EMBEDDING,
+        ParameterRole.HEAD,
+        ParameterRole.QUERY,
+        ParameterRole.KEY,
+        ParameterRole.VALUE,
+        ParameterRole.HEAD_GATE,
+        ParameterRole.SINK,
+        ParameterRole.FFN_GATE,
+        ParameterRole.FFN_UP,
+        ParameterRole.SHARED_GATE,
+        ParameterRole.SHARED_UP,
+    }
+)
+_COLUMNS = frozenset({ParameterRole.ATTENTION_OUTPUT, ParameterRole.FFN_DOWN, ParameterRole.SHARED_DOWN})
+
+
+def cut_of(role: ParameterRole) -> Cut:
+    """How a parameter of this role is shared."""
+    if role in EXPERT_ROLES:
+        return Cut.EXPERTS
+    if role in _ROWS:
+        return Cut.ROWS
+    return Cut.COLUMNS if role in _COLUMNS else Cut.NONE
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates among the ranks that share the parameters of its pipeline stage."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    expert_rank: int = 0
+    expert_size: int = 1
+
+
+@dataclass(frozen=True)
+class MatrixShard:
+    """The part of a logical matrix that a rank holds.
+
+    Attributes:
+        matrix: the whole matrix.
+        rows: slice of the local tensor's row axis (axis 0; axis 1 of stacked experts).
+        axis, index, count: the part is number ``index`` of ``count`` equal ones along ``axis`` of the matrix
+            (of stacked experts: of the stack).
+    """
+
+    matrix: LogicalMatrix
+    rows: tuple[int, int]
+    axis: int
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """The part of a stored parameter that a rank holds: its local shape and matrices."""
+
+    parameter: ParameterSpec
+    shape: tuple[int, ...]
+    matrices: tuple[MatrixShard, ...]
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+def shard(parameter: ParameterSpec, place: Place) -> ParameterShard:
+    """The part of a parameter that the rank at ``place`` holds.
+
+    Raises:
+        ValueError: a matrix cannot be cut into equal parts; the message names it.
+    """
+    cut = cut_of(parameter.role)
+    shape = list(parameter.shape)
+    if cut is Cut.EXPERTS:
+        shape[0] = _part(parameter.name, "experts", shape[0], place.expert_size)
+        return ParameterShard(parameter, tuple(shape), _uncut(parameter, 0, place.expert_rank, place.expert_size))
+    if cut is Cut.COLUMNS:
+        shape[1] = _part(parameter.name, "columns", shape[1], place.tensor_size)
+        return ParameterShard(parameter, tuple(shape), _uncut(parameter, 1, place.tensor_rank, place.tensor_size))
+    if cut is Cut.NONE:
+        return ParameterShard(parameter, tuple(shape), _uncut(parameter, 0, 0, 1))
+    matrices, row = [], 0
+    for matrix in parameter.matrices:
+        rows = _part(matrix.name, "rows", matrix.rows[1] - matrix.rows[0], place.tensor_size)
+        matrices.append(MatrixShard(matrix, (row, row + rows), 0, place.tensor_rank, place.tensor_size))
+        row += rows
+    return ParameterShard(parameter, (row, *shape[1:]), tuple(matrices))
+
+
+def _uncut(parameter: ParameterSpec, axis: int, index: int, count: int) -> tuple[MatrixShard, ...]:
+    """Matrices that keep all their rows."""
+    return tuple(MatrixShard(matrix, matrix.rows, axis, index, count) for matrix in parameter.matrices)
+
+
+def _part(name: str, what: str, extent: int, count: int) -> int:
+    if extent % count:
+        raise ValueError(f"{name}: {extent} {what} cannot be shared by {count} ranks")
+    return extent // count
