@@ -112,10 +112,11 @@ test-py312: ## the quickstart's smoke test with Python 3.12 and Megatron-Core 0.
 	@$(MAKE) --no-print-directory setup VENV=.venv312 PYTHON='$(PYTHON312)' WANT=3.12 SETTING=PYTHON312
 	.venv312/bin/python -m pytest -m py312 $(PYTEST_ARGS)
 
-lint: setup ## ruff (rules and formatting) and mypy
+lint: setup ## ruff (rules and formatting), mypy and ShellCheck
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/shellcheck -x tools/*.sh tools/slurm/*.sh tools/slurm/*.sbatch
 
 format: setup ## let ruff format the code and mend what it can
 	$(PY) -m ruff check --fix-only .

@@ -2,14 +2,17 @@
 
 What is measured is every allocation and release of tensors on the CPU (torch's profiler), from before the model
 exists to the end of the second step; the peak is that of the second step. The process itself, threads' own buffers
-and gloo's are in neither figure.
+and gloo's are in neither figure. Ratios are those of the peaks, and of what the peaks are above the memory between
+steps: activations and what is alive while operations run.
 
     python -m benchmarks.memory
 """
 
 from __future__ import annotations
 
+import bisect
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -21,13 +24,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.harness import print_result, print_table
 from steptron.config.loader import load
-from steptron.planning.memory import assume, rank_memory
+from steptron.planning.memory import RankMemory, assume, rank_memory
 from steptron.planning.placement import placement
 
 if TYPE_CHECKING:
     from steptron.config.schema import PretrainConfig
     from steptron.data.batch import MicroBatch
     from steptron.parallel.mesh import Mesh
+    from steptron.profiling.memory import Change
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "pretrain"
 TIMEOUT_SECONDS = 300
@@ -80,10 +84,12 @@ class Peak(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
+        fixed: alive between the two steps.
         measured: peak of the second step.
         largest: blocks alive then, (operator, size, how many), most bytes first.
     """
 
+    fixed: int
     measured: int
     largest: list[tuple[str, int, int]]
 
@@ -94,7 +100,7 @@ def measure(rank: int, world_size: int, preset: str, overrides: list[str]) -> Pe
     from torch.profiler import ProfilerActivity, profile
 
     from steptron.parallel.mesh import build_mesh
-    from steptron.profiling.memory import read_changes, timeline
+    from steptron.profiling.memory import read_changes
     from steptron.train.step import TrainStep
 
     config = _config(preset, overrides)
@@ -105,16 +111,48 @@ def measure(rank: int, world_size: int, preset: str, overrides: list[str]) -> Pe
         step.run(batches, 1e-4, 1e-3)
         start = time.time_ns()
         step.run(batches, 1e-4, 1e-3)
-    changes = read_changes(prof, "cpu", (0, 1 << 63))
-    before = [change for change in changes if change.time_ns < start]
-    # What was alive at the start of the step stays in the list of blocks by beginning the timeline before it.
-    history = timeline(changes, 0, changes[0].time_ns)
-    peak = max(total for at, total in zip(history.times_ns, history.totals, strict=True) if at >= start)
-    until = history.totals.index(peak, len(before))
-    alive = timeline([*changes[:until]], 0, changes[0].time_ns)
-    counted = Counter((block.operator, block.bytes) for block in alive.alive)
-    largest = sorted(((name, size, n) for (name, size), n in counted.items()), key=lambda item: -item[1] * item[2])
-    return Peak(peak, largest[:40])
+    return _peak(read_changes(prof, "cpu", (0, 1 << 63)), start)
+
+
+def _peak(changes: list[Change], start_ns: int) -> Peak:
+    """The most alive from a moment on.
+
+    The profiler does not see what gloo's threads release. A block whose memory is given out again is gone, though.
+    """
+    blocks: dict[int, Change] = {}
+    addresses: list[int] = []
+    fixed = total = most = 0
+    at_peak: list[Change] = []
+
+    def drop(address: int) -> None:
+        nonlocal total
+        total -= blocks.pop(address).num_bytes
+        del addresses[bisect.bisect_left(addresses, address)]
+
+    for change in changes:
+        if change.time_ns < start_ns:
+            fixed = total
+        if change.num_bytes < 0:
+            if change.address in blocks:
+                drop(change.address)
+            continue
+        first = max(0, bisect.bisect_right(addresses, change.address) - 1)
+        last = bisect.bisect_left(addresses, change.address + change.num_bytes)
+        for address in addresses[first:last]:
+            if address + blocks[address].num_bytes > change.address:
+                drop(address)
+        blocks[change.address] = change
+        bisect.insort(addresses, change.address)
+        total += change.num_bytes
+        if change.time_ns >= start_ns and total > most:
+            most, at_peak = total, list(blocks.values())
+    counted = Counter((_operator(block), block.num_bytes) for block in at_peak)
+    blocks_by_bytes = sorted(counted.items(), key=lambda item: -item[0][1] * item[1])
+    return Peak(fixed, most, [(name, size, count) for (name, size), count in blocks_by_bytes])
+
+
+def _operator(block: Change) -> str:
+    return next((name for name in block.inside if name.startswith("steptron")), block.inside[0] if block.inside else "")
 
 
 def make_batches(config: PretrainConfig, mesh: Mesh) -> list[MicroBatch]:
@@ -140,11 +178,11 @@ def make_batches(config: PretrainConfig, mesh: Mesh) -> list[MicroBatch]:
     return batches
 
 
-def estimate(preset: str, world_size: int, overrides: list[str], rank: int) -> float:
-    """The plan's peak of a rank, in bytes."""
+def estimate(preset: str, world_size: int, overrides: list[str], rank: int) -> RankMemory:
+    """The plan of a rank."""
     config = _config(preset, overrides)
     assumed = replace(assume(config, "cpu"), several_documents=False)
-    return rank_memory(config, placement(config, world_size), rank, assumed).peak
+    return rank_memory(config, placement(config, world_size), rank, assumed)
 
 
 def _config(preset: str, overrides: list[str]) -> PretrainConfig:
@@ -152,6 +190,8 @@ def _config(preset: str, overrides: list[str]) -> PretrainConfig:
 
 
 def _work(rank: int, world_size: int, store: str, case: Case, results: multiprocessing.Queue[tuple[int, Peak]]) -> None:
+    # Kineto's own messages would come between the lines of the table.
+    os.environ["KINETO_LOG_LEVEL"] = "99"
     import torch
     import torch.distributed as dist
 
@@ -199,17 +239,23 @@ def run(case: Case) -> list[Peak]:
 
 def main() -> None:
     chosen = sys.argv[1:] or list(CASES)
-    rows, ratios = [], {}
+    rows, ratios, moving = [], {}, {}
     for name in chosen:
         case = CASES[name]
         for rank, peak in enumerate(run(case)):
             planned = estimate(case.preset, case.world_size, list(case.overrides), rank)
             key = name if case.world_size == 1 else f"{name}, rank {rank}"
-            ratios[key] = planned / peak.measured
-            rows.append([key, f"{planned / 2**20:.1f}", f"{peak.measured / 2**20:.1f}", f"{ratios[key]:.3f}"])
-    print_table("Peak memory of a step, MiB", ["run", "planned", "measured", "ratio"], rows)
-    worst = max(abs(ratio - 1) for ratio in ratios.values())
-    print_result("memory", ratios | {"largest error": worst}, {"largest error": 0.15})
+            ratios[key] = planned.peak / peak.measured
+            moving[key] = (planned.peak - planned.fixed) / (peak.measured - planned.fixed)
+            sizes = (planned.peak, peak.measured, planned.fixed)
+            rows.append([key, *(f"{size / 2**20:.1f}" for size in sizes), f"{ratios[key]:.3f}", f"{moving[key]:.3f}"])
+    columns = ["run", "planned", "measured", "of it fixed", "ratio", "without fixed"]
+    print_table("Peak memory of a step, MiB", columns, rows)
+    worst = {
+        "largest error": max(abs(ratio - 1) for ratio in ratios.values()),
+        "largest error without what is fixed": max(abs(ratio - 1) for ratio in moving.values()),
+    }
+    print_result("memory", ratios | worst, {"largest error": 0.15})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,15 @@ class LiveMemory(TorchDispatchMode):
 
     def bytes(self) -> int:
         return sum(size for reference, size in self._storages.values() if not reference.expired())
+
+    def settled_bytes(self, seconds: float = 0.1) -> int:
+        """The same, once it has not changed for a while: gloo's threads let go of tensors after a collective."""
+        deadline, size = time.monotonic() + seconds, self.bytes()
+        while time.monotonic() < deadline:
+            time.sleep(seconds / 20)
+            if (now := self.bytes()) != size:
+                deadline, size = time.monotonic() + seconds, now
+        return size
 
 
 def is_alive(storage: StorageWeakRef) -> bool:

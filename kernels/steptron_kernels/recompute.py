@@ -49,12 +49,12 @@ def not_kept(y: Tensor) -> AbstractContextManager[object]:
     node: Any = y.grad_fn
     if not isinstance(getattr(node, "recomputation", None), _Recomputation):
         return contextlib.nullcontext()
-    index, storage, first, dtype = y.output_nr, _storage(y), y.storage_offset(), y.dtype
+    index, storage, first, dtype = y.output_nr, _storage(y), int(y.storage_offset()), y.dtype
 
     def pack(saved: Tensor) -> Tensor | _View:
         if _storage(saved) != storage or saved.dtype is not dtype:
             return saved
-        return _View(node, index, saved.shape, saved.stride(), saved.storage_offset() - first)
+        return _View(node, index, saved.shape, saved.stride(), int(saved.storage_offset()) - first)
 
     def unpack(packed: Tensor | _View) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed.read()

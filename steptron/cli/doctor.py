@@ -40,9 +40,10 @@ def doctor(
     Exit code 1 says that something which Steptron needs is missing or broken.
     """
     from steptron.errors import UserError
-    from steptron.platform import distributed, launch
+    from steptron.platform import launch
+    from steptron.platform.world import world as read_world
 
-    world = distributed.world()
+    world = read_world()
     if nodes:
         if not launch.under_launcher():
             arguments = _again(overrides, timeout, config, device, json)
@@ -85,13 +86,13 @@ def _examine_nodes(
     from steptron.config.checks import check
     from steptron.config.loader import load
     from steptron.errors import UserError
-    from steptron.platform import distributed
+    from steptron.platform.world import world
 
     if overrides and file is None:
         raise UserError("overrides change the file that --config names: give it")
     config = None if file is None else load(file, overrides).config
     if config is not None:
-        check(config, world_size=distributed.world().size)
+        check(config, world_size=world().size)
         device = config.train.device
 
     from steptron.platform.nodes.examination import examine, write_json

@@ -20,6 +20,7 @@ class _SteptronGroup(LazyGroup):
         "generate": LazyCommand("steptron.cli.generate:generate", "Write text with a checkpoint."),
         "data": LazyCommand("steptron.cli.data:app", "Build and inspect datasets."),
         "config": LazyCommand("steptron.cli.config:app", "Show and check a configuration."),
+        "plan": LazyCommand("steptron.cli.plan:plan", "Show what a layout costs and what its ranks hold."),
         "model": LazyCommand("steptron.cli.model:app", "Show the layers and sizes of a model."),
         "doctor": LazyCommand("steptron.cli.doctor:doctor", "Test this machine and say what to mend."),
     }

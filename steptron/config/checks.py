@@ -353,15 +353,17 @@ def _tensor(model: ModelConfig, tensor: int) -> Iterator[str]:
 def _sequence(config: PretrainConfig) -> Iterator[str]:
     parallel, length = config.parallel, config.data.sequence_length
     if parallel.context > 1:
-        # Each rank holds two chunks, one from either end (steptron.parallel.sequence_shard).
-        unit, factors = 2 * parallel.context * parallel.tensor, "2 x parallel.context x tensor"
-        product = f"2 x {parallel.context} x {parallel.tensor} = {unit}"
+        # Each rank holds two chunks, one from either end (steptron.parallel.sequence_shard), and its tensor-parallel
+        # ranks equal runs of them.
+        chunks, runs = 2 * parallel.context, parallel.context * parallel.tensor
+        unit = math.lcm(chunks, runs)
+        why = f"of 2 x parallel.context ({chunks}) and of parallel.context x tensor ({runs})"
     else:
-        unit, factors, product = parallel.tensor, "parallel.tensor", f"{parallel.tensor}"
+        unit, why = parallel.tensor, "parallel.tensor"
     if length % unit:
         yield (
-            f"data.sequence_length ({length}) must be a multiple of {factors} ({product}), so that every rank holds "
-            "equally many tokens"
+            f"data.sequence_length ({length}) must be a multiple of {unit} ({why}), so that every rank holds equally "
+            "many tokens"
         )
 
 

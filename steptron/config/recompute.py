@@ -63,7 +63,8 @@ def _parse_item(item: str, text: str) -> Selector:
     match = _NUMBERS.fullmatch(item)
     if match is None:
         raise ValueError(
-            f"{text!r} names layers by {item!r}: expected {', '.join(_WORDS)}, or decoder layers by number such as 0-3,8"
+            f"{text!r} names layers by {item!r}: expected {', '.join(_WORDS)}, or decoder layers by number such as "
+            "0-3,8"
         )
     first, last = int(match[1]), int(match[2] or match[1])
     if first > last:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steptron.config.checks import data_parallel_size
-from steptron.config.schema import PretrainConfig
+from steptron.config.schema import ParallelConfig, PretrainConfig
 
 
 def summary(config: PretrainConfig, processes: int) -> list[str]:
@@ -15,8 +15,16 @@ def summary(config: PretrainConfig, processes: int) -> list[str]:
     return [
         f"model     {model.num_layers} layers, {model.mtp.depths} MTP, hidden {model.hidden_size}, "
         f"{model.moe.num_experts} experts top {model.moe.top_k}, {model.layout}",
-        f"parallel  pipeline {parallel.pipeline} x data {ranks}; experts over {parallel.expert}",
+        f"parallel  {_dense_layout(parallel, ranks)}; experts over {parallel.expert}",
         f"batch     {train.global_batch_size:,} sequences{ramp} of {config.data.sequence_length:,} tokens: "
         f"{micro_batches} x {train.micro_batch_size} per rank",
         f"training  {train.steps:,} steps, {config.optimizer.name}, {train.precision}",
     ]
+
+
+def _dense_layout(parallel: ParallelConfig, data_ranks: int) -> str:
+    """The dimensions that attention and dense layers are laid over; pipeline and data always named."""
+    chunks = f" of {parallel.virtual_pipeline} chunks" if parallel.virtual_pipeline > 1 else ""
+    parts = [f"pipeline {parallel.pipeline}{chunks}"]
+    parts += [f"{name} {getattr(parallel, name)}" for name in ("tensor", "context") if getattr(parallel, name) > 1]
+    return " x ".join([*parts, f"data {data_ranks}"])

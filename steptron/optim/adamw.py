@@ -20,13 +20,15 @@ class AdamW:
         groups: dict[float, list[torch.Tensor]] = {}
         for parameter, weight in zip(parameters, self._master.weights, strict=True):
             groups.setdefault(weight_decay(config, parameter.spec.role), []).append(weight)
+        # A pipeline stage may be empty; torch wants at least a group.
         self._engine = torch.optim.AdamW(
-            [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()],
+            [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()] or [{"params": []}],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             fused=True,
         )
+        self._num_steps = 0
         # State exists from the start, so that a checkpoint can be loaded before the first step.
         for weight in self._master.weights:
             self._engine.state[weight] = {
@@ -41,6 +43,7 @@ class AdamW:
         for parameter, weight in zip(self._parameters, self._master.weights, strict=True):
             weight.grad = parameter.tensor.main_grad  # type: ignore[attr-defined]
         self._engine.step()
+        self._num_steps += 1
         weights_changed(self._master.weights)
         self._master.write_back()
 
@@ -53,8 +56,9 @@ class AdamW:
 
     @property
     def num_steps(self) -> int:
-        return max((int(state["step"]) for state in self._engine.state.values()), default=0)
+        return self._num_steps
 
     def set_num_steps(self, num_steps: int) -> None:
+        self._num_steps = num_steps
         for state in self._engine.state.values():
             state["step"].fill_(num_steps)

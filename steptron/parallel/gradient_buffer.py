@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from steptron.model.assembly import StepModel
 from steptron.model.parameter_shards import Cut, cut_of
+from steptron.parallel.factored_group import FactoredGroup, Reduction
 from steptron.parallel.mesh import Mesh
 
 _BUCKET_ELEMENTS = 1 << 24
@@ -30,7 +31,7 @@ class _Bucket:
         self.data = data
         self.num_parameters = num_parameters
         self.num_ready = 0
-        self.work: dist.Work | None = None
+        self.work: dist.Work | Reduction | None = None
 
 
 class GradientBuffer:
@@ -41,7 +42,7 @@ class GradientBuffer:
     that order, so that all ranks issue the same collectives.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | FactoredGroup) -> None:
         self.group = group
         self.sync_enabled = True
         total = sum(parameter.numel() for parameter in parameters)
@@ -97,7 +98,10 @@ class GradientBuffer:
 
     def _reduce_next(self) -> None:
         bucket = self._buckets[self._next]
-        bucket.work = dist.all_reduce(bucket.data, group=self.group, async_op=True)
+        if isinstance(self.group, FactoredGroup):
+            bucket.work = self.group.reduce(bucket.data)
+        else:
+            bucket.work = dist.all_reduce(bucket.data, group=self.group, async_op=True)
         self._next += 1
 
 
@@ -114,7 +118,7 @@ class DataParallel(MegatronModule):
         super().__init__(module.config)
         self.module = module
         cuts = {parameter.name: cut_of(parameter.role) for parameter in module.spec.parameters()}
-        by_group: dict[tuple[bool, dist.ProcessGroup], list[torch.nn.Parameter]] = {}
+        by_group: dict[tuple[bool, dist.ProcessGroup | FactoredGroup], list[torch.nn.Parameter]] = {}
         by_cut: dict[Cut, list[torch.nn.Parameter]] = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:

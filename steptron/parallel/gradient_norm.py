@@ -17,14 +17,18 @@ short by 1e-5 at a million elements and by 1e-2 at a hundred million, by 1e-7 at
 
 
 @torch.no_grad()
-def gradient_norm(model: Sequence[DataParallel], mesh: Mesh) -> float:
+def gradient_norm(model: Sequence[DataParallel], mesh: Mesh, device: torch.device) -> float:
     """Norm over every gradient of the whole model.
 
     Ranks that hold equal gradients count once; stages add up; parameters cut by tensor parallelism add up
     over those ranks, experts over the expert-parallel ranks; the last stage's copy of the embedding does not
     count. Squares are added in float64.
+
+    Args:
+        model: this rank's chunks, whose gradients are reduced; a chunk may have none.
+        mesh: the process groups.
+        device: what their collectives work on.
     """
-    device = next(model[0].parameters()).device
     by_cut = {
         cut: _sum_of_squares([gradient for chunk in model for gradient in chunk.norm_gradients.get(cut, [])], device)
         for cut in Cut

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,13 +13,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from steptron.config.schema import ParallelConfig
 from steptron.model.parameter_shards import Cut, Place
+from steptron.parallel.factored_group import FactoredGroup
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the layout: Megatron-Core's groups, and ranks and sizes read off them."""
+    """This process's place in the layout: Megatron-Core's groups, and ranks and sizes read off them.
+
+    Attributes:
+        groups: Megatron-Core's groups.
+        by_node: those of them over which gradients are added up within nodes first, factored, by their names.
+    """
 
     groups: ProcessGroupCollection
+    by_node: Mapping[str, FactoredGroup] = field(default_factory=dict)
 
     @property
     def pipeline_rank(self) -> int:
@@ -64,13 +73,12 @@ class Mesh:
         """Which part of each parameter of its stage this process holds."""
         return Place(self.tensor_rank, self.tensor_size, self.expert_rank, self.expert_size)
 
-    def replicas(self, cut: Cut) -> dist.ProcessGroup:
+    def replicas(self, cut: Cut) -> dist.ProcessGroup | FactoredGroup:
         """The ranks that hold the same part of a parameter, and add up its gradients."""
-        if cut is Cut.EXPERTS:
-            return self.groups.expt_dp
+        name = "expt_dp" if cut is Cut.EXPERTS else "dp_cp"
         if cut is Cut.NONE and self.tensor_size > 1:
-            return self.groups.tp_dp_cp
-        return self.groups.dp_cp
+            name = "tp_dp_cp"
+        return self.by_node.get(name, getattr(self.groups, name))
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """Adds up, in place, what every process holds a part of."""
@@ -95,4 +103,9 @@ def build_mesh(config: ParallelConfig) -> Mesh:
         distributed_timeout_minutes=config.timeout_seconds / 60,
         create_gloo_process_groups=False,
     )
-    return Mesh(ProcessGroupCollection.use_mpu_process_groups())
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if config.node_size is None:
+        return Mesh(groups)
+    timeout = timedelta(seconds=config.timeout_seconds)
+    names = ("dp_cp", "tp_dp_cp", "expt_dp")
+    return Mesh(groups, {name: FactoredGroup(getattr(groups, name), config.node_size, timeout) for name in names})

@@ -40,7 +40,7 @@ _WIRE_FACTORS = {Kind.ALL_REDUCE: 2, Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 1,
 """Times (g - 1) / g of the payload."""
 
 
-def wire_bytes(kind: Kind, payload: int, group_size: int, to_others: int | None = None) -> float:
+def wire_bytes(kind: Kind, payload: int, group_size: int, to_others: float | None = None) -> float:
     """Bytes that a rank sends to others.
 
     For collectives by the ring algorithm, mean over ranks: an all-reduce sends 2 (g - 1) / g of its buffer,

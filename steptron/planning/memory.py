@@ -7,6 +7,7 @@ programs themselves, caches of allocators and fragments between their blocks, bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -172,7 +173,17 @@ def _idle_parameters(placement: Placement) -> frozenset[str]:
     return frozenset(parameter.name for depth in idle for parameter in depth.parameters())
 
 
-def _packed_weights(held: tuple[HeldParameter, ...], placement: Placement, assumed: Assumptions) -> float:
+def packed_weights_padding(held: Sequence[HeldParameter], placement: Placement, assumed: Assumptions) -> int:
+    """Bytes that packed weights are filled up with, of a rank's parts; 0 where there are none."""
+    if not assumed.native:
+        return 0
+    return _packed_weights(held, placement, assumed) - _packed_weights(held, placement, assumed, panel=1)
+
+
+def _packed_weights(
+    held: Sequence[HeldParameter], placement: Placement, assumed: Assumptions, panel: int = _PANEL
+) -> int:
+    """Bytes of ``steptron_kernels.packed_weights``: as right operand of x W^T, in bf16 of dy W too."""
     idle = _idle_parameters(placement)
     total = 0
     for part in held:
@@ -182,9 +193,11 @@ def _packed_weights(held: tuple[HeldParameter, ...], placement: Placement, assum
         *stack, rows, columns = part.shard.shape
         count = stack[0] if stack else 1
         if assumed.products_in_bf16:
-            total += count * _BF16 * (_packed(rows, columns + columns % 2) + _packed(columns, rows + rows % 2))
+            pair = 2 if panel > 1 else 1
+            elements = _filled(rows, panel) * _filled(columns, pair) + _filled(columns, panel) * _filled(rows, pair)
+            total += count * _BF16 * elements
         else:
-            total += count * _FP32 * _packed(rows, columns)
+            total += count * _FP32 * _filled(rows, panel) * columns
     return total
 
 
@@ -193,8 +206,8 @@ def _is_native_product(parameter: ParameterSpec, placement: Placement) -> bool:
     return placement.tensor == 1 or parameter.is_expert or parameter.role is ParameterRole.MTP_PROJECTION
 
 
-def _packed(columns: int, depth: int) -> int:
-    return -(-columns // _PANEL) * _PANEL * depth
+def _filled(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _buffers(work: Workload, hidden_size: int) -> float:

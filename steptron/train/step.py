@@ -169,7 +169,7 @@ class TrainStep:
             NonFiniteError: the loss or a gradient is not finite; nothing has been updated. Raised on every rank.
         """
         observed = self.accumulate_gradients(batches, stop_requested)
-        norm = gradient_norm(self.model, self.mesh)
+        norm = gradient_norm(self.model, self.mesh, self.device)
         if not (math.isfinite(observed.losses.total) and math.isfinite(norm)):
             raise NonFiniteError(self._describe_non_finite(observed.losses, norm))
         if self.config.optimizer.clip_grad_norm:

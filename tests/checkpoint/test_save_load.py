@@ -15,9 +15,10 @@ from steptron.checkpoint.restore import restore_model
 from steptron.config.loader import load as load_config
 from steptron.config.schema import PretrainConfig
 from steptron.errors import UserError
+from steptron.model.parameter_shards import Place
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import TrainStep
-from tests.parallel.layouts import NANO, make_batches
+from tests.parallel.layouts import NANO, Part, assemble, make_batches, parts_of
 from tests.worker_pool import WorkerPool
 
 PROGRESS = Progress(step=2, consumed_sequences=16, consumed_tokens=700)
@@ -26,8 +27,13 @@ LAYOUTS = {
     "EP2": (2, ["parallel.expert=2"]),
     "PP2": (2, ["parallel.pipeline=2"]),
     "PP2xEP2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+    "PP2xVPP2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
+    "TP2": (2, ["parallel.tensor=2"]),
+    "TP2 attention, EP4 experts": (4, ["parallel.tensor=2", "parallel.expert=4"]),
+    "PP2xCP2": (4, ["parallel.pipeline=2", "parallel.context=2"]),
+    "an empty stage": (4, ["parallel.pipeline=4", "parallel.pipeline_layout=Et|ttttttt||tmL"]),
 }
-State = dict[str, torch.Tensor]
+State = dict[str, Part]
 
 
 def configuration(output: Path, overrides: list[str]) -> PretrainConfig:
@@ -49,63 +55,55 @@ def load_and_report(rank: int, world_size: int, folder: Path, overrides: list[st
     config = configuration(folder, overrides)
     mesh = build_mesh(config.parallel)
     train = TrainStep(config, mesh, torch.device("cpu"))
-    for tensor in state_of(train).values():
-        tensor.fill_(float("nan"))
+    for part in state_of(train).values():
+        part.tensor.fill_(float("nan"))
     progress = save_load.load(folder, train.chunks, train.optimizer, mesh)
     return progress, train.optimizer.num_steps, state_of(train)
 
 
 def state_of(train: TrainStep) -> State:
-    """Every tensor of this rank's state, aliased; experts by their first global index."""
-    experts = {p.name for p in train.spec.parameters() if p.is_expert}
-    tensors: State = {}
-    for kind, values in {"model": dict(train.chunks.logical_tensors()), **train.optimizer.state()}.items():
-        for name, tensor in values.items():
-            place = f"@{train.mesh.expert_rank / train.mesh.expert_size}" if name in experts else ""
-            tensors[f"{kind}.{name}{place}"] = tensor.detach()
-    return tensors
+    """Every logical matrix of this rank's state, aliased."""
+    kinds = {"model": dict(train.chunks.logical_tensors()), **train.optimizer.state()}
+    return {
+        f"{kind}.{name}": Part(part.axis, part.index, part.tensor.detach())
+        for kind, tensors in kinds.items()
+        for name, part in parts_of(train.spec, train.mesh.place, tensors).items()
+    }
 
 
-def full(parts: list[State]) -> State:
-    """Logical tensors from all ranks: experts joined in order, replicas equal."""
-    pieces: dict[str, dict[str, torch.Tensor]] = {}
-    for part in parts:
-        for name, tensor in part.items():
-            logical, _, place = name.partition("@")
-            known = pieces.setdefault(logical, {}).setdefault(place, tensor)
-            assert torch.equal(known, tensor), name
-    return {name: torch.cat([places[key] for key in sorted(places)]) for name, places in pieces.items()}
-
-
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(
+    scope="module", params=[("fp32", "TP2 attention, EP4 experts"), ("fp32", "PP2xVPP2"), ("bf16", "PP2xEP2")], ids=str
+)
 def saved_checkpoint(
     request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, State]:
-    """Precision, folder and state of a checkpoint that four processes wrote."""
+) -> tuple[str, Path, dict[str, torch.Tensor]]:
+    """Precision, folder and state of a checkpoint that several processes wrote."""
     output = tmp_path_factory.mktemp("saved")
-    world_size, layout = LAYOUTS["PP2xEP2"]
-    parts = pool.run(world_size, train_and_save, output, [*layout, f"train.precision={request.param}"])
-    return request.param, output / "checkpoints" / "step_00000002", full(parts)
+    precision, name = request.param
+    world_size, layout = LAYOUTS[name]
+    parts = pool.run(world_size, train_and_save, output, [*layout, f"train.precision={precision}"])
+    return precision, output / "checkpoints" / "step_00000002", assemble(parts)
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_a_checkpoint_loads_bit_equal_under_every_layout(
-    pool: WorkerPool, saved_checkpoint: tuple[str, Path, State], target: str
+    pool: WorkerPool, saved_checkpoint: tuple[str, Path, dict[str, torch.Tensor]], target: str
 ) -> None:
     precision, folder, saved = saved_checkpoint
     world_size, layout = LAYOUTS[target]
     outcomes = pool.run(world_size, load_and_report, folder, [*layout, f"train.precision={precision}"])
     assert {(progress, steps) for progress, steps, _ in outcomes} == {(PROGRESS, 2)}
-    loaded = full([state for _, _, state in outcomes])
+    loaded = assemble([state for _, _, state in outcomes])
     assert loaded.keys() == saved.keys()
     assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == []
     assert any(name.startswith("master.") for name in saved) == (precision == "bf16")
 
 
-def restored(rank: int, world_size: int, folder: Path) -> State:
+def restored(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
     model, config = restore_model(folder, torch.device("cpu"))
     assert config == load_config(folder / CONFIG).config
-    return {f"model.{name}": tensor.detach() for name, tensor in model.logical_tensors()}
+    tensors = {name: tensor.detach() for name, tensor in model.logical_tensors()}
+    return {f"model.{name}": part.tensor for name, part in parts_of(model.spec, Place(), tensors).items()}
 
 
 def failing_load(rank: int, world_size: int, folder: Path, overrides: list[str]) -> str:

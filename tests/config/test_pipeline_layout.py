@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steptron.config.pipeline_layout import StageContents, parse_pipeline_layout
@@ -216,6 +216,7 @@ def test_refused(text: str, num_stages: int, num_layers: int, mtp_depths: int, m
     assert str(caught.value) == FIELD + message
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(alphabet="EtmL|,()*0123 ", max_size=12))
 def test_any_text_is_read_or_refused_by_name(text: str) -> None:
     try:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from steptron.config.checks import check
+from steptron.config.checks import check, data_parallel_size
 from steptron.config.loader import load
 from steptron.config.schema import ModelConfig, PretrainConfig
 from steptron.model.layer_spec import AttentionKind, DenseFfnSpec, MoeFfnSpec, RopeScaling, model_spec
+from steptron.model.stages import split_stages
 from steptron.train.batch_schedule import BatchSchedule
 from tests.config.samples import MINIMAL, write
 
@@ -42,6 +43,28 @@ def test_every_run_is_tested() -> None:
 def test_nano_takes_every_small_layout(parallel: str, tmp_path: Path) -> None:
     text = f"base: [{CONFIGS}/pretrain/nano.yaml, {CONFIGS}/parallel/{parallel}.yaml]"
     check(load(write(tmp_path, "run.yaml", text)).config, {"single": 1, "ep2": 2, "pp2": 2}[parallel], "cpu")
+
+
+@pytest.mark.parametrize(("name", "context"), [("report", 1), ("long-context", 8)])
+def test_layouts_of_4096_ranks(name: str, context: int, tmp_path: Path) -> None:
+    """Every data-parallel rank gets as many micro-batches as the interleaved schedule takes at once, or a multiple,
+    from the first step of the batch ramp on."""
+    text = f"base: [{CONFIGS}/pretrain/step3p5-flash.yaml, {CONFIGS}/parallel/{name}.yaml]"
+    config = load(write(tmp_path, "run.yaml", text)).config
+    check(config, 4096, "cuda")
+    parallel = config.parallel
+    assert (parallel.tensor, parallel.pipeline, parallel.expert, parallel.context) == (1, 8, 8, context)
+    ranks = data_parallel_size(parallel, 4096)
+    assert ranks == 512 // context
+    for size in BatchSchedule(config.train).sizes:
+        assert size % (ranks * config.train.micro_batch_size * parallel.pipeline) == 0
+    stages = split_stages(45, 8 * parallel.virtual_pipeline, parallel.pipeline_layout)
+    assert parallel.virtual_pipeline > 1 and sum(len(stage.layers) for stage in stages) == 45
+
+
+def test_every_layout_is_tested() -> None:
+    names = {file.stem for file in (CONFIGS / "parallel").glob("*.yaml")}
+    assert names == {"single", "ep2", "pp2", "report", "long-context"}
 
 
 @pytest.mark.parametrize(

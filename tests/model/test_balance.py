@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steptron.model.balance import AttachLoss, BalanceContext, bias_update, ep_group_loss
 from steptron.model.router import Routing
+from tests.worker_pool import WorkerPool
 
 EXPERTS = 12
 
@@ -81,6 +83,32 @@ def test_loss_counts_and_confidence(groups: int, padding: str, top_k: int) -> No
 def counts_of(experts_TK: torch.Tensor, num_experts: int, valid_T: torch.Tensor | None) -> torch.Tensor:
     """Selections per expert, by a routing without scores."""
     return Routing(experts_TK, experts_TK, torch.empty(0, num_experts)).tokens_per_expert(valid_T)
+
+
+def observed_by_parts(rank: int, world_size: int, valid: list[bool]) -> tuple[float, torch.Tensor, torch.Tensor, float]:
+    """A rank's view of a micro-batch of which it has every world_size-th token."""
+    whole = make_routing(len(valid), 3, seed=4)
+    scores = whole.scores_TE.detach()[rank::world_size].clone().requires_grad_()
+    own = Routing(whole.experts_TK[rank::world_size], whole.weights_TK[rank::world_size], scores)
+    context = BalanceContext(4, 0.37, torch.tensor(valid)[rank::world_size], sum(valid), dist.group.WORLD)
+    context.observe(5, own).backward()
+    layer = context.layers[5]
+    return float(layer.ep_loss), scores.grad / 0.37, layer.tokens_per_expert_E, float(layer.confidence)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_micro_batch_have_its_loss_and_their_own_tokens_gradient(
+    pool: WorkerPool, ranks: int
+) -> None:
+    """Not the mean of losses over parts, nor a gradient that arrives once per rank; a rank may have padding alone."""
+    valid = [t % ranks != 1 and t != 8 for t in range(24)]
+    loss, gradient, counts, confidence = by_loops(make_routing(24, 3, seed=4), 4, valid)
+    outcomes = pool.run(ranks, observed_by_parts, valid)
+    for rank, (own_loss, own_gradient, _, _) in enumerate(outcomes):
+        assert own_loss == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(own_gradient, gradient[rank::ranks], rtol=1e-11, atol=1e-14)
+    assert sum(outcome[2] for outcome in outcomes).tolist() == counts
+    assert sum(outcome[3] for outcome in outcomes) == pytest.approx(confidence, rel=1e-12)
 
 
 def test_fp32_is_close_to_float64() -> None:

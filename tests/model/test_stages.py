@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -12,6 +12,7 @@ from steptron.config.pipeline_layout import parse_pipeline_layout
 from steptron.model.stages import Stage, chunks_of, split_stages
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_stages_hold_every_layer_once_in_order_and_as_evenly_as_possible(num_layers: int, num_stages: int) -> None:
     if num_stages > num_layers:
@@ -102,6 +103,7 @@ _PIECES = st.lists(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_PIECES, st.integers(0, 2))
 def test_any_layout_is_read_as_megatron_reads_it(pieces: list[str], depths: int) -> None:
     text = "E" + "".join(pieces) + "|" + "m" * depths + "L"

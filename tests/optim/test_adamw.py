@@ -250,3 +250,12 @@ def test_gradients_that_are_not_finite_are_not_hidden() -> None:
     parameters[0].tensor.main_grad[0, 0] = math.nan  # type: ignore[attr-defined]
     AdamW(config(), parameters).step(1e-2)
     assert parameters[0].tensor[0, 0].isnan() and parameters[1].tensor.isfinite().all()
+
+
+def test_a_rank_without_parameters_steps_along() -> None:
+    """A pipeline stage may be empty."""
+    optimizer = AdamW(OptimizerConfig(lr=0.1), [])
+    optimizer.step(0.1)
+    assert optimizer.state() == {"exp_avg": {}, "exp_avg_sq": {}, "master": {}}
+    optimizer.set_num_steps(3)
+    assert optimizer.num_steps == 3

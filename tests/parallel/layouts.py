@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from steptron.config.checks import check
 from steptron.config.loader import load
 from steptron.data.batch import MicroBatch
-from steptron.model.parameter_shards import shard
+from steptron.model.layer_spec import ModelSpec
+from steptron.model.parameter_shards import Place, shard
 from steptron.model.router import Router
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import Losses, TrainStep
@@ -59,7 +60,7 @@ def make_batches(seed: int = 0, count: int = NUM_MICRO_BATCHES, batch: int = BAT
     return batches
 
 
-def batches_of_documents(rows: list[list[int]], seed: int = 5) -> list[MicroBatch]:
+def batches_of_documents(seed: int, rows: list[list[int]]) -> list[MicroBatch]:
     """As many micro-batches as usual, whose rows hold documents of the given lengths, then padding."""
     generator = torch.Generator().manual_seed(seed)
     documents = torch.full((len(rows), SEQUENCE), -1)
@@ -121,8 +122,8 @@ def run(
         all_tokens,
         confidence,
         norms,
-        _parts(train, gradients),
-        _parts(train, parameters),
+        parts_of(train.spec, mesh.place, gradients),
+        parts_of(train.spec, mesh.place, parameters),
         min(gaps, default=1.0),
     )
 
@@ -140,15 +141,16 @@ def assemble(ranks: list[dict[str, Part]]) -> dict[str, torch.Tensor]:
     }
 
 
-def _parts(train: TrainStep, tensors: dict[str, torch.Tensor]) -> dict[str, Part]:
+def parts_of(spec: ModelSpec, place: Place, tensors: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    """Logical matrices, as views, of a rank's tensors by logical name."""
     parts = {}
-    for parameter in train.spec.parameters():
+    for parameter in spec.parameters():
         if parameter.name in tensors:
-            for part in shard(parameter, train.mesh.place).matrices:
+            for part in shard(parameter, place).matrices:
                 rows = slice(*part.rows)
                 tensor = tensors[parameter.name]
                 own = tensor[:, rows] if parameter.is_expert else tensor[rows]
-                parts[part.matrix.name] = Part(part.axis, part.index, own.clone())
+                parts[part.matrix.name] = Part(part.axis, part.index, own)
     return parts
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from steptron.parallel.factored_group import Factor, FactoredGroup, split_by_node
+from steptron.parallel.factored_group import FactoredGroup
+from steptron.parallel.factors import Factor, split_by_node
 from steptron.parallel.traffic import Kind, Traffic
 from steptron.profiling.communication import CommunicationCounter
 from tests.worker_pool import WorkerPool

@@ -61,9 +61,9 @@ def norm_and_clipped(
     parallel = ParallelConfig(**layout)
     mesh = build_mesh(parallel)
     model = loaded(mesh, parallel, mtp_depths, freeze_router)
-    norm = gradient_norm([model], mesh)
+    norm = gradient_norm([model], mesh, CPU)
     clip_gradients([model], norm, 0.5)
-    return norm, gradient_norm([model], mesh)
+    return norm, gradient_norm([model], mesh, CPU)
 
 
 @pytest.mark.parametrize("mtp_depths, freeze_router", [(2, False), (1, True), (0, False)])
@@ -98,14 +98,14 @@ def test_each_gradient_counts_once(
 def test_one_process() -> None:
     mesh = single_process()
     model = loaded(mesh, ParallelConfig(), 2, False)
-    assert gradient_norm([model], mesh) == pytest.approx(direct_norm(2, False), rel=1e-6)
+    assert gradient_norm([model], mesh, CPU) == pytest.approx(direct_norm(2, False), rel=1e-6)
 
 
 def test_clipping_scales_every_gradient_alike_and_only_when_the_norm_is_larger() -> None:
     mesh = single_process()
     model = loaded(mesh, ParallelConfig(), 2, False)
     before = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
-    norm = gradient_norm([model], mesh)
+    norm = gradient_norm([model], mesh, CPU)
     clip_gradients([model], norm, 2 * norm)
     clip_gradients([model], norm, norm)
     for name, p in model.module.named_parameters():
@@ -119,9 +119,9 @@ def test_gradients_that_are_not_finite_show_in_the_norm() -> None:
     mesh = single_process()
     model = loaded(mesh, ParallelConfig(), 2, False)
     model.module.embedding.weight.main_grad[0, 0] = math.nan
-    assert math.isnan(gradient_norm([model], mesh))
+    assert math.isnan(gradient_norm([model], mesh, CPU))
     model.module.embedding.weight.main_grad[0, 0] = math.inf
-    assert math.isinf(gradient_norm([model], mesh))
+    assert math.isinf(gradient_norm([model], mesh, CPU))
 
 
 @pytest.mark.parametrize("size", [1e15, 1e-15])
@@ -131,7 +131,7 @@ def test_very_large_and_very_small_gradients(size: float) -> None:
     for buffer in model.buffers:
         buffer.data.fill_(size)
     expected = size * math.sqrt(sum(buffer.data.numel() for buffer in model.buffers))
-    assert gradient_norm([model], mesh) == pytest.approx(expected, rel=1e-6)
+    assert gradient_norm([model], mesh, CPU) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_norm_of_a_large_tensor_is_exact() -> None:

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from steptron.errors import UserError
 from steptron.platform import distributed
 from steptron.platform.cores import usable_cores
-from steptron.platform.world import World, expand_nodelist, under_launcher, world
+from steptron.platform.world import World, expand_nodelist, expected_hosts, under_launcher, world
 from tests.worker_pool import REPOSITORY, WorkerPool
 
 SRUN = {
@@ -72,6 +72,13 @@ def test_world_of_slurm() -> None:
     assert world(repeated).local_size == 2
     assert world({**repeated, "SLURM_NODEID": "3", "SLURM_LOCALID": "0"}).local_size == 1
     assert world({**SRUN, "MASTER_ADDR": "other", "MASTER_PORT": "5"}).master == ("other", 5)
+
+
+def test_hosts_of_ranks_are_known_where_srun_fills_node_after_node() -> None:
+    assert expected_hosts(SRUN) == ["gpu07"] * 4 + ["gpu08"] * 2 + ["big3"]
+    assert expected_hosts({**SRUN, "SLURM_DISTRIBUTION": "block:cyclic"}) == expected_hosts(SRUN)
+    for other in ({"SLURM_DISTRIBUTION": "cyclic"}, {"SLURM_TASKS_PER_NODE": None}, {"SLURM_STEP_ID": None}, TORCHRUN):
+        assert expected_hosts({name: value for name, value in {**SRUN, **other}.items() if value is not None}) is None
 
 
 def test_torchrun_inside_slurm_comes_first() -> None:

@@ -20,6 +20,9 @@ LAYOUTS = {
     "EP2": (2, ["parallel.expert=2"]),
     "PP2": (2, ["parallel.pipeline=2"]),
     "PP2xEP2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+    "PP2xVPP2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
+    "TP2xEP2": (2, ["parallel.tensor=2", "parallel.expert=2"]),
+    "CP2xTP2": (4, ["parallel.context=2", "parallel.tensor=2"]),
 }
 
 

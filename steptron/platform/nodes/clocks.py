@@ -84,7 +84,7 @@ def judge(offsets: Sequence[dict[str, Any] | None], peers: Sequence[Peer]) -> li
     if not measured:
         return [Check(SECTION, name, "off", "one node")]
     host, largest = max(measured, key=lambda item: abs(item[1].seconds))
-    value = f"at most {_text(largest)} ({host}), {len(measured) + 1} nodes"
+    value = f"largest {_text(largest)} ({host}), {len(measured) + 1} nodes"
     off = [(host, offset) for host, offset in measured if abs(offset.seconds) - offset.uncertainty > WARN_SECONDS]
     if not off:
         return [Check(SECTION, name, "ok", value)]

@@ -264,8 +264,8 @@ def groups_of(layout: ParallelConfig) -> dict[str, dist.ProcessGroup]:
     }
 
 
-def _links(found: Sequence[list[dict[str, Any]]]) -> list[links.Link]:
-    return [links.Link(**link) for own in found for link in own]
+def _links(found: Sequence[Sequence[Sequence[Any]]]) -> list[links.Link]:
+    return [links.Link(*link) for own in found for link in own]
 
 
 def write_json(findings: Findings, file: Path) -> None:

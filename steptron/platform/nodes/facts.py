@@ -40,7 +40,7 @@ _MUST_BE_EQUAL = (
     "native kernels",
 )
 _SHOULD_BE_EQUAL = ("GPU", "GPU driver", "instruction sets", "C library", "working directory", "settings")
-_SETTINGS = re.compile(r"(NCCL|TORCH_NCCL|GLOO|NVSHMEM|OMP|UCX|CUBLAS|CUDA_DEVICE)_\w+|CUDA_LAUNCH_BLOCKING")
+_SETTINGS = re.compile(r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|NVSHMEM|OMP|UCX|CUBLAS|CUDA_DEVICE)_\w+|CUDA_LAUNCH_BLOCKING")
 _NOT_COMPARED = {"OMP_NUM_THREADS", "TORCH_NCCL_BLOCKING_WAIT"}  # set per process by launchers; set by the examination
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NAMED_VALUES = 4  # different values that a message lists

@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,8 @@ _LARGE_REPEATS = 4
 _NAMED = 5  # links that a message lists
 
 
-@dataclass(frozen=True)
-class Link:
-    """A measured pair of processes, a < b.
+class Link(NamedTuple):
+    """A measured pair of processes, a < b. A million of them are there with 512 nodes of 8: rows of numbers.
 
     Attributes:
         a, b: ranks.
@@ -104,11 +102,11 @@ def inside_node(rank: int, peers: Sequence[Peer]) -> list[int | None]:
     return schedule
 
 
-def measure(rank: int, schedule: Sequence[int | None], device: torch.device) -> list[dict[str, Any]]:
+def measure(rank: int, schedule: Sequence[int | None], device: torch.device) -> list[Link]:
     """Exchanges with one partner after the other over the default group.
 
     Returns:
-        Fields of the `Link`s of which this rank is the lower one; their higher ranks measure the same exchange.
+        Those of which this rank is the lower one; their higher ranks measure the same exchange.
 
     Raises:
         RuntimeError: a partner did not answer within the group's timeout; the message names its rank.
@@ -125,7 +123,7 @@ def measure(rank: int, schedule: Sequence[int | None], device: torch.device) -> 
         except RuntimeError as error:
             raise RuntimeError(f"rank {rank} waited for rank {partner}: {error}") from error
         if link.a == rank:
-            links.append(asdict(link))
+            links.append(link)
     return links
 
 
@@ -171,7 +169,13 @@ def _measure_one(rank: int, partner: int, sent: torch.Tensor, received: torch.Te
     latency = _fastest(partner, sent[:_SMALL_BYTES], received[:_SMALL_BYTES], _SMALL_REPEATS)
     seconds = _fastest(partner, sent, received, _LARGE_REPEATS)
     intact = bool((received == _mark(partner)).all())
-    return Link(min(rank, partner), max(rank, partner), latency, sent.numel() / seconds, intact)
+    speed = sent.numel() / seconds
+    return Link(min(rank, partner), max(rank, partner), _rounded(latency), _rounded(speed), intact)
+
+
+def _rounded(value: float) -> float:
+    """To what a measurement is worth, and short as text."""
+    return float(f"{value:.4g}")
 
 
 def _mark(rank: int) -> int:

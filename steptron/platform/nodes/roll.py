@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from steptron.platform.nodes.peers import Peer, Place, name_ranks, peers_of, spans
 
-
 # Stores differ in what they raise after a timeout; all of it is a RuntimeError.
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,17 +50,17 @@ def test_partners_agree_where_nodes_have_different_numbers_of_processes() -> Non
     )
 
 
-def _measure(rank: int, world_size: int) -> list[dict[str, Any]]:
+def _measure(rank: int, world_size: int) -> list[Link]:
     return links.measure(rank, links.between_nodes(rank, peers_on(4, 1)), torch.device("cpu"))
 
 
 def test_all_pairs_are_measured(pool: WorkerPool) -> None:
-    found = [Link(**link) for own in pool.run(4, _measure) for link in own]
+    found = [link for own in pool.run(4, _measure) for link in own]
     assert sorted((link.a, link.b) for link in found) == [(a, b) for a in range(4) for b in range(a + 1, 4)]
     assert all(link.intact and 0 < link.latency < 1 and link.bandwidth > 1e6 for link in found)
 
 
-def _damaged(rank: int, world_size: int) -> list[dict[str, Any]]:
+def _damaged(rank: int, world_size: int) -> list[Link]:
     real = dist.batch_isend_irecv
 
     def flipped(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -73,7 +72,7 @@ def _damaged(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_a_link_that_changes_what_it_carries_fails(pool: WorkerPool) -> None:
-    found = [Link(**link) for own in pool.run(2, _damaged) for link in own]
+    found = [link for own in pool.run(2, _damaged) for link in own]
     checks = {check.name: check for check in links.judge(links.INSIDE_NODES, found, peers_on(1, 2), 4 << 20)}
     assert checks["content"].status == "failed" and "ranks 0 - 1 (node0)" in checks["content"].advice
 
