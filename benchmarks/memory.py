@@ -66,9 +66,7 @@ CASES = {
     "tiny, EP2, parts recomputed": Case("tiny-quickstart", 2, (*TINY, SMALL_PARTS)),
     "tiny, PP2": Case("tiny-quickstart", 2, (*TINY, ONE, "parallel.pipeline=2")),
     "tiny, PP2, recomputed": Case("tiny-quickstart", 2, (*TINY, ONE, "parallel.pipeline=2", ALL_PARTS)),
-    "tiny, PP2 x VPP2": Case(
-        "tiny-quickstart", 2, (*TINY, ONE, "parallel.pipeline=2", "parallel.virtual_pipeline=2")
-    ),
+    "tiny, PP2 x VPP2": Case("tiny-quickstart", 2, (*TINY, ONE, "parallel.pipeline=2", "parallel.virtual_pipeline=2")),
     "tiny, TP2": Case("tiny-quickstart", 2, (*TINY, ONE, "parallel.tensor=2")),
     "tiny, CP2": Case("tiny-quickstart", 2, (*TINY, ONE, "parallel.context=2")),
     "tiny, CP2 x EP2, plain": Case("tiny-quickstart", 2, (*TINY, "parallel.context=2", "train.kernels=plain")),

@@ -83,16 +83,18 @@ def _examine_nodes(
 ) -> None:
     from rich.console import Console
 
-    from steptron.config.checks import check
     from steptron.config.loader import load
-    from steptron.errors import UserError
-    from steptron.platform.world import world
+    from steptron.errors import ConfigError, UserError
 
     if overrides and file is None:
         raise UserError("overrides change the file that --config names: give it")
-    config = None if file is None else load(file, overrides).config
-    if config is not None:
-        check(config, world_size=world().size)
+    config = None
+    if file is not None:
+        try:
+            config = load(file, overrides).config
+        except ConfigError as error:
+            # Of a ConfigError only rank 0 speaks; here, one node may be the only one without the file.
+            raise UserError(str(error)) from error
         device = config.train.device
 
     from steptron.platform.nodes.examination import examine, write_json

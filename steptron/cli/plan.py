@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from steptron.model.stages import Stage
     from steptron.parallel.traffic import CommunicationVolume
     from steptron.planning.memory import Assumptions, RankMemory
-    from steptron.planning.plan import LayoutPlan, OwnedParameter, RankPlan
     from steptron.planning.placement import Placement
+    from steptron.planning.plan import LayoutPlan, OwnedParameter, RankPlan
 
 _LAYER = re.compile(r"(layers|mtp)\.(\d+)\.")
 _GROUP_NAMES = {
@@ -83,12 +84,17 @@ def plan(
     if rank is None:
         layout = plan_layout(config, processes, assumed)
         _print_layout(console, config, layout)
-        content, peak, where = layout.to_json(), layout.fullest.memory.peak, f"pipeline rank {layout.fullest.pipeline_rank}"
+        content, peak, where = (
+            layout.to_json(),
+            layout.fullest.memory.peak,
+            f"pipeline rank {layout.fullest.pipeline_rank}",
+        )
     else:
         if rank >= processes:
+            count = f"{processes:,} process{'' if processes == 1 else 'es'}"
             raise UserError(
-                f"--rank {rank}: the layout has {processes:,} process{'' if processes == 1 else 'es'} here, numbered 0 to "
-                f"{processes - 1} (--world-size sets another number)"
+                f"--rank {rank}: the layout has {count} here, numbered 0 to {processes - 1} "
+                "(--world-size sets another number)"
             )
         one = plan_rank(config, processes, rank, assumed)
         _print_rank(console, config, one, assumed)
@@ -117,11 +123,11 @@ def _print_layout(console: Console, config: PretrainConfig, layout: LayoutPlan) 
     _print_stages(console, layout)
     _print_memories(console, layout)
     _print_volumes(console, layout)
-    idle = max(rank.idle_share for rank in layout.ranks), min(rank.idle_share for rank in layout.ranks)
+    idle = [rank.idle_share for rank in layout.ranks]
     console.print(
-        f"\nPipeline: the busiest rank computes {layout.imbalance:.3f} times the mean. If only computing took time, the "
-        f"busiest would wait {idle[1]:.1%} of a step, the idlest {idle[0]:.1%}; with equal stages all would wait "
-        f"{layout.ideal_idle_share:.1%}."
+        f"\nPipeline: the busiest rank computes {layout.imbalance:.3f} times the mean. If only computing took time, "
+        f"ranks would wait {min(idle):.1%} to {max(idle):.1%} of a step; with "
+        f"equal stages {layout.ideal_idle_share:.1%}."
     )
     _print_assumptions(console, layout.assumed)
 
@@ -130,9 +136,10 @@ def _print_sizes(console: Console, config: PretrainConfig, place: Placement, mic
     chunks = len(place.stages) // place.pipeline
     train, length = config.train, config.data.sequence_length
     console.print(
-        f"{place.world_size:,} ranks: pipeline {place.pipeline}{f' x {chunks} chunks' if chunks > 1 else ''}; attention and "
-        f"dense layers tensor {place.tensor} x context {place.context} x data {place.data:,}; experts expert "
-        f"{place.expert} x expert-data {place.expert_data:,}"
+        f"{place.world_size:,} rank{'' if place.world_size == 1 else 's'}: pipeline {place.pipeline}"
+        f"{f' x {chunks} chunks' if chunks > 1 else ''}; attention and dense layers tensor {place.tensor} x "
+        f"context {place.context} x data {place.data:,}; experts expert {place.expert} x expert-data "
+        f"{place.expert_data:,}"
     )
     console.print(
         f"step: {train.global_batch_size:,} sequences of {length:,} tokens, {micro_batches} micro-batches of "
@@ -236,8 +243,8 @@ def _print_parameters(console: Console, parameters: Sequence[OwnedParameter]) ->
     table = _table("\nParameters, as built")
     for heading in ("chunk", "name", "here", "whole", "size here", "held by"):
         table.add_column(heading, justify="right" if heading == "size here" else "left")
-    rows: dict[tuple[str, ...], list[int]] = {}
-    sizes: dict[tuple[str, ...], int] = {}
+    rows: dict[tuple[str, str, str, str, str], list[int]] = {}
+    sizes: dict[tuple[str, str, str, str, str], int] = {}
     for owned in parameters:
         shard, name = owned.held.shard, owned.held.name
         notes = (" (copy)" if owned.held.is_copy else "") + ("" if owned.trained else " (no gradient)")
@@ -251,11 +258,11 @@ def _print_parameters(console: Console, parameters: Sequence[OwnedParameter]) ->
         layer = _LAYER.match(name)
         rows.setdefault(row, []).extend([int(layer[2])] if layer else [])
         sizes[row] = shard.size
-    for row, layers in rows.items():
-        chunk, name, here, whole, owners = row
+    for (chunk, name, here, whole, owners), layers in rows.items():
         shown = name.replace("#", index_ranges(layers)) if layers else name
         each = " each" if len(layers) > 1 else ""
-        table.add_row(chunk, shown, here, "" if here == whole else whole, f"{sizes[row]:,}{each}", owners)
+        size = sizes[chunk, name, here, whole, owners]
+        table.add_row(chunk, shown, here, "" if here == whole else whole, f"{size:,}{each}", owners)
     console.print(table)
     console.print(f"together {sum(owned.held.shard.size for owned in parameters):,}")
 
@@ -311,8 +318,8 @@ def _print_assumptions(console: Console, assumed: Assumptions) -> None:
     documents = "several documents" if assumed.several_documents else "one document"
     device = "a GPU" if assumed.device == "cuda" else "the CPU"
     console.print(
-        f"Taken for granted: {device}, {kernels}, {documents} per row, experts {assumed.imbalance:g} times as busy as at "
-        "balance. Memory is that of tensors: allocators, programs and communication libraries need more."
+        f"Taken for granted: {device}, {kernels}, {documents} per row, experts {assumed.imbalance:g} times as busy as "
+        "at balance. Memory is that of tensors: allocators, programs and communication libraries need more."
     )
 
 
@@ -340,7 +347,7 @@ def _contents(spec: ModelSpec, stage: Stage, mtp_depths: int) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Numbers at equal distances in short: ``64: 7 to 511 by 8``."""
-    steps = {second - first for first, second in zip(ranks, ranks[1:], strict=False)}
+    steps = {second - first for first, second in itertools.pairwise(ranks)}
     if len(ranks) == 1:
         return f"1: {ranks[0]}"
     if len(steps) == 1 and len(ranks) > 2:

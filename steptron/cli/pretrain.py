@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,10 @@ def pretrain(
             arguments += [] if value is None else [option, value]
         raise typer.Exit(launch.run_local(nproc, arguments))
 
+    if config.parallel.tensor > 1:
+        # Kernels then start in the order in which they were queued, so that a gather that should run beside a
+        # product is not kept waiting behind it. Read by the CUDA driver when it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = distributed.start(config.train.device, config.train.threads, config.parallel.timeout_seconds)
 
     from steptron.train.loop import Pretraining

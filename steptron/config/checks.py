@@ -413,6 +413,12 @@ def _expert_communication(config: PretrainConfig, device: str) -> Iterator[str]:
             "parallel.overlap_expert_communication is true, which needs the streams of a GPU, but "
             f"{here}: set it to false"
         )
+    elif parallel.overlap_expert_communication and parallel.dispatcher == "allgather" and parallel.tensor > 1:
+        yield (
+            f"parallel.overlap_expert_communication is true with parallel.dispatcher allgather and parallel.tensor "
+            f"{parallel.tensor}: in Megatron-Core the dispatcher and the gathers of the shared expert use the same "
+            "buffer and cannot run side by side; set the dispatcher to alltoall, or the overlap to false"
+        )
     if parallel.dispatcher != "flex":
         return
     instead = "set it to alltoall or allgather"

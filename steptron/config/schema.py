@@ -232,15 +232,13 @@ class ParallelConfig(Section):
     )
     pipeline_layout: str | None = Field(
         None,
-        description="what each of the pipeline x virtual_pipeline stages holds, in Megatron-Core's notation: E embedding, "
-        "t decoder layer, m MTP depth, L loss, | between stages, (tt|)*3 repeats; layers are split evenly when unset",
+        description="what each of the pipeline x virtual_pipeline stages holds, in Megatron-Core's notation: E "
+        "embedding, t decoder layer, m MTP depth, L loss, | between stages, (tt|)*3 repeats; an even split when unset",
     )
     expert: PositiveInt = Field(
         1, description="expert-parallel ranks, taken from a stage's tensor x context x data ranks"
     )
-    tensor: PositiveInt = Field(
-        1, description="tensor-parallel ranks (with sequence parallelism); experts stay whole"
-    )
+    tensor: PositiveInt = Field(1, description="tensor-parallel ranks (with sequence parallelism); experts stay whole")
     context: PositiveInt = Field(1, description="context-parallel ranks: each holds a share of every sequence")
     dispatcher: Literal["alltoall", "allgather", "flex"] = Field(
         "alltoall", description="how tokens travel to their experts; flex is DeepEP's, on GPUs"
@@ -265,12 +263,13 @@ class RecomputeRuleConfig(Section):
 
     layers: str = Field(
         "all",
-        description="which layers: all, full, sliding, dense, moe, mtp, or decoder layers by number such as 0-3,8",
+        description="which layers, separated by commas: all, full, sliding, dense, moe, mtp, or decoder layers by "
+        "number such as 0-3",
     )
     parts: list[RecomputePart] = Field(
         min_length=1,
-        description="attention: the attention block with its norm; ffn: the feed-forward block with its norm; norm: the "
-        "norms' outputs; activation: the SwiGLU products; moe_permutation: token copies at their experts",
+        description="attention: the attention block with its norm; ffn: the feed-forward block with its norm; norm: "
+        "the norms' outputs; activation: the SwiGLU products; moe_permutation: token copies at their experts",
     )
 
 
@@ -391,7 +390,7 @@ class TrainConfig(Section):
     )
     recompute: list[RecomputeRuleConfig] = Field(
         default_factory=list,
-        description="what is computed again in the backward pass to save memory; a layer takes every rule that names it",
+        description="what is computed again in the backward pass to save memory; every rule that names a layer counts",
     )
     seed: NonNegativeInt = Field(1234, description="seed of the initial values")
     deterministic: bool = Field(False, description="use only deterministic operations")

@@ -76,8 +76,9 @@ def _initialise_matrix(
 
 
 def _draw(shape: Sequence[int], std: float, seed: int, name: str) -> torch.Tensor:
-    """Values of a whole matrix: in float32 on the CPU whatever the model's dtype and device, the same run everywhere."""
-    return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=torch.Generator().manual_seed(_seed(seed, name)))
+    """Values of a whole matrix, in float32 on the CPU whatever the model's dtype and device: the same in every run."""
+    generator = torch.Generator().manual_seed(_seed(seed, name))
+    return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -127,7 +127,10 @@ class DataParallel(MegatronModule):
                 if not (module.embedding_is_copy and parameter is module.embedding.weight):
                     by_cut.setdefault(cut, []).append(parameter)
         self.buffers = [GradientBuffer(parameters, group) for (_, group), parameters in by_group.items()]
-        self.norm_gradients = {cut: [p.main_grad for p in parameters] for cut, parameters in by_cut.items()}
+        self.norm_gradients: dict[Cut, list[torch.Tensor]] = {
+            cut: [p.main_grad for p in parameters]  # type: ignore[attr-defined]
+            for cut, parameters in by_cut.items()
+        }
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         return self.module(*args, **kwargs)

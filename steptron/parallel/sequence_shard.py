@@ -37,7 +37,9 @@ class SequenceShard:
         if size == 1:
             return cls.whole(length)
         if length % (2 * size):
-            raise ValueError(f"a sequence of {length} tokens cannot be shared by {size} ranks: no multiple of {2 * size}")
+            raise ValueError(
+                f"a sequence of {length} tokens cannot be shared by {size} ranks: no multiple of {2 * size}"
+            )
         chunk = length // (2 * size)
         late = 2 * size - 1 - rank
         return cls(length, ((rank * chunk, (rank + 1) * chunk), (late * chunk, (late + 1) * chunk)))

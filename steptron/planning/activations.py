@@ -132,9 +132,7 @@ def chunk_memory(operations: Iterable[Operation]) -> ChunkMemory:
     return ChunkMemory(kept, forward, backward)
 
 
-def chunk_operations(
-    spec: ModelSpec, stage: Stage, mtp_depths: int, work: Workload, is_sent: bool
-) -> list[Operation]:
+def chunk_operations(spec: ModelSpec, stage: Stage, mtp_depths: int, work: Workload, is_sent: bool) -> list[Operation]:
     """The operations of a model chunk.
 
     Args:
@@ -147,7 +145,7 @@ def chunk_operations(
     hidden = work.own * spec.hidden_size * work.element
     operations = []
     if stage.is_first:
-        operations.append(_embedding(spec, work))
+        operations.append(_embedding(spec, work, is_of_batch=work.context == 1))
     kinds = dict.fromkeys(spec.layers[index].attention.rope for index in stage.layers)
     if stage.is_last:
         kinds |= dict.fromkeys(depth.layer.attention.rope for depth in spec.mtp[:mtp_depths])
@@ -256,9 +254,7 @@ def _core_attention(spec: AttentionSpec, heads: int, groups: int, work: Workload
     if work.context > 1:
         gradients += T * 2 * groups * D * (_WIDE + e)  # the sum of the ranks' shares, before and after rounding
     if work.native:
-        return Operation(
-            "attention", kept + 2 * T * heads * _WIDE, forward=query, backward=waiting + gradients
-        )
+        return Operation("attention", kept + 2 * T * heads * _WIDE, forward=query, backward=waiting + gradients)
     fused = work.device == "cuda" and spec.window is None and not work.several_documents and work.context == 1
     if fused and not spec.sink:
         return Operation("attention", kept + T * heads * _WIDE, forward=query, backward=waiting + gradients)
@@ -359,7 +355,11 @@ def _moe(layer: LayerSpec, spec: MoeFfnSpec, work: Workload) -> list[Operation]:
             + (0 if work.native else U * (2 * spec.top_k + 2) * _WIDE + U * spec.top_k * _INDEX)
             + (U * _WIDE if work.balance_loss else 0),
             forward=scores + U * spec.top_k * _WIDE,
-            backward=waiting + 2 * hidden + wide_hidden + 2 * scores + spec.num_experts * H * (_WIDE if work.narrow else e),
+            backward=waiting
+            + 2 * hidden
+            + wide_hidden
+            + 2 * scores
+            + spec.num_experts * H * (_WIDE if work.narrow else e),
         ),
         *_experts(layer, spec, work, waiting + hidden),
         *_glu(layer, spec.shared, work, "shared experts", waiting),
@@ -385,29 +385,27 @@ def _experts(layer: LayerSpec, spec: MoeFfnSpec, work: Workload, waiting: float)
         operations.append(
             Operation(
                 "dispatch",
-                kept=scores + U * spec.num_experts + sent * _INDEX + rows * _WIDE,
+                kept=scores + U * spec.num_experts + sent * _INDEX + rows * _WIDE if rows_are_kept else 0,
                 forward=sum(sizes) + scores,
                 backward=waiting + sum(sizes) + max(sizes) + hidden,
             )
         )
     if work.native:
         filled = rows + experts * (_FILL - 1) / 2
-        kept = filled * 2 * F * e + (rows * H * e if work.expert > 1 else 2 * rows * _INDEX)
-        backward = filled * (3 * F + 2 * H) * e + 3 * weights + rows * _WIDE
-        result = (rows if work.expert > 1 else U) * H * e
-        incoming = rows * H * e if work.expert > 1 else 0
-        operations.append(
-            Operation("experts", kept, filled * H * e + result, waiting + backward + result + incoming)
-        )
+        travelled = rows * H * e if work.expert > 1 else 0
+        kept = filled * 2 * F * e + (2 * rows * _INDEX if work.expert == 1 else travelled * rows_are_kept)
+        # With one rank the experts gather the rows themselves, and keep none.
+        again = 0 if rows_are_kept else travelled
+        backward = filled * (3 * F + 2 * H) * e + 3 * weights + rows * _WIDE + again
+        result = travelled if work.expert > 1 else hidden
+        operations.append(Operation("experts", kept, filled * H * e + result, waiting + backward + result + travelled))
     else:
         operations += _plain_experts(spec, work, rows, H, weights, waiting, rows_are_kept, product_is_kept)
     if work.expert > 1:
         sizes = [sent * H * e, rows * H * e]
         if work.dispatcher == "allgather":
             sizes = [work.expert * work.tensor * hidden, rows * H * e]
-        operations.append(
-            Operation("dispatch", 0, sum(sizes) + max(sizes) + hidden, waiting + sum(sizes) + max(sizes))
-        )
+        operations.append(Operation("dispatch", 0, sum(sizes) + max(sizes) + hidden, waiting + sum(sizes) + max(sizes)))
     return operations
 
 
@@ -467,13 +465,14 @@ def _plain_experts(
     ]
 
 
-def _embedding(spec: ModelSpec, work: Workload) -> Operation:
-    """The embedding of the tokens; its result is kept by the norm that reads it."""
+def _embedding(spec: ModelSpec, work: Workload, is_of_batch: bool) -> Operation:
+    """The embedding of tokens, which are kept unless they are the batch's own; its result is kept by the norm that
+    reads it."""
     hidden, full = (tokens * spec.hidden_size * work.element for tokens in (work.own, work.tokens))
     rows = spec.vocab_size // work.tensor
     return Operation(
         "embedding",
-        kept=work.tokens * (_INDEX if work.tensor == 1 else _INDEX + 1),
+        kept=work.tokens * (_INDEX + 1 if work.tensor > 1 else 0 if is_of_batch else _INDEX),
         forward=hidden + (2 * full if work.tensor > 1 else full if work.sequences > 1 else 0),
         backward=(full if work.tensor > 1 else 0) + hidden + rows * spec.hidden_size * work.element,
     )
@@ -485,12 +484,16 @@ def _heads(spec: ModelSpec, mtp_depths: int, work: Workload) -> list[Operation]:
     operations = [_norm("norms", work.own, spec.hidden_size, work, waiting=hidden * (mtp_depths > 0))]
     for index, depth in enumerate(spec.mtp[:mtp_depths]):
         operations += _mtp(spec, depth, work, is_first=index == 0)
-    # The normed states wait for their losses, which are the last to run.
     outputs = 1 + mtp_depths
-    losses = [_loss(spec, work) for _ in range(outputs)]
+    loss = _loss(spec, work)
     return operations + [
-        replace(loss, forward=loss.forward + (outputs - index) * hidden, backward=loss.backward + index * 0)
-        for index, loss in enumerate(losses)
+        # States that wait for their losses; gradients of those whose losses come later, which wait for their norms.
+        replace(
+            loss,
+            forward=loss.forward + (outputs - index) * hidden,
+            backward=loss.backward + (outputs - 1 - index) * hidden,
+        )
+        for index in range(outputs)
     ]
 
 
@@ -500,7 +503,7 @@ def _mtp(spec: ModelSpec, depth: MtpSpec, work: Workload, is_first: bool) -> lis
     # The hidden state that comes in is also the final norm's input, or that of the depth before: kept there.
     chained_is_new = is_first and not depth.pre_norm_chain
     return [
-        replace(_embedding(spec, work), kept=work.tokens * (_INDEX + (0 if work.tensor == 1 else 1))),
+        _embedding(spec, work, is_of_batch=False),
         _norm("MTP", work.own, spec.hidden_size, work, waiting=2 * hidden),
         _norm("MTP", work.own, spec.hidden_size, work, waiting=2 * hidden, is_kept=chained_is_new),
         Operation("MTP", 2 * hidden, hidden, hidden + 2 * hidden + matrix + 2 * hidden),
@@ -515,7 +518,7 @@ def _loss(spec: ModelSpec, work: Workload) -> Operation:
     matrix, hidden = rows * H, work.tokens * H
     gathers = hidden * e if work.tensor > 1 else 0
     kept = hidden * e + matrix * _WIDE
-    if work.native:
+    if work.native and work.tensor == 1:
         return Operation("loss", kept, 0, hidden * e)
     chunk = min(work.tokens, max(_CHUNK_LOGITS // rows, _FEWEST_ROWS[work.device])) * rows
     copies = chunk * e + matrix * e if work.narrow else 0

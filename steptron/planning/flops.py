@@ -141,9 +141,11 @@ def stage_forward_flops(spec: ModelSpec, stage: Stage, sequence_length: int, mtp
 def _layer_flops(layer: LayerSpec, sequence_length: int) -> float:
     matrices = 0
     for parameter in layer.parameters():
-        if parameter.role in _LAYER_MATRICES:
-            is_routed = parameter.is_expert and isinstance(layer.ffn, MoeFfnSpec)
-            matrices += parameter.size * layer.ffn.top_k // layer.ffn.num_experts if is_routed else parameter.size
+        if parameter.role not in _LAYER_MATRICES:
+            continue
+        matrices += parameter.size
+        if parameter.is_expert and isinstance(layer.ffn, MoeFfnSpec):
+            matrices -= parameter.size // layer.ffn.num_experts * (layer.ffn.num_experts - layer.ffn.top_k)
     return 2 * matrices + float(_score_flops(layer.attention, sequence_length))
 
 

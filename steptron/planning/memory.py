@@ -95,9 +95,7 @@ class RankMemory:
     @property
     def fixed(self) -> float:
         """What is there before a step and after it."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.packed_weights + self.batch + self.buffers
-        )
+        return self.parameters + self.gradients + self.optimizer + self.packed_weights + self.batch + self.buffers
 
     @property
     def peak(self) -> float:

@@ -64,7 +64,9 @@ def most_in_flight(pipeline_rank: int, pipeline: int, chunks: int, micro_batches
     return most
 
 
-def idle_share(forward_times: Sequence[Sequence[float]], micro_batches: int, backward_factor: float = 2.0) -> list[float]:
+def idle_share(
+    forward_times: Sequence[Sequence[float]], micro_batches: int, backward_factor: float = 2.0
+) -> list[float]:
     """Share of a step that each pipeline rank waits, when nothing but computing takes time.
 
     Args:

@@ -168,9 +168,7 @@ class Placement:
             for held in self.held(rank):
                 if not held.is_copy:
                     sizes[cut_of(held.shard.parameter.role)] += held.shard.size
-            total += sum(
-                Fraction(size, owners.get(cut, self.data * self.context)) for cut, size in sizes.items()
-            )
+            total += sum(Fraction(size, owners.get(cut, self.data * self.context)) for cut, size in sizes.items())
         return total
 
     @cached_property

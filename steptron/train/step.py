@@ -120,9 +120,7 @@ class TrainStep:
                     for stage in chunks_of(stages, mesh.pipeline_rank, mesh.pipeline_size)
                 ]
             )
-        initialise(
-            dict(self.chunks.logical_tensors()), self.spec, config.model.init, config.train.seed, mesh.place
-        )
+        initialise(dict(self.chunks.logical_tensors()), self.spec, config.model.init, config.train.seed, mesh.place)
         self.model = [DataParallel(chunk, mesh) for chunk in self.chunks]
         self.optimizer = build_optimizer(config.optimizer, self.trained_parameters())
         # With one group the balance loss is constant and has no gradient: it is left out.

@@ -690,6 +690,16 @@ def test_flex_and_overlap_on_this_machines_gpus(monkeypatch: pytest.MonkeyPatch)
     check(asked, 2)
 
 
+def test_overlap_and_the_allgather_dispatcher_share_a_buffer_under_tensor_parallelism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "_has_cuda", lambda: True)
+    asked = ["parallel.overlap_expert_communication=true", "parallel.expert=2", "parallel.dispatcher=allgather"]
+    check(config(*asked), 2)
+    with pytest.raises(ConfigError, match=r"overlap_expert_communication.*allgather and parallel\.tensor 2.*same buffer"):
+        check(config(*asked, "parallel.tensor=2"), 2)
+
+
 DEEP_EP = [
     (
         [],

@@ -10,9 +10,9 @@ import torch
 from steptron.data.batch import MicroBatch
 from steptron.model.assembly import StepModel
 from steptron.model.init import initialise
+from steptron.model.parameter_shards import Place
 from steptron_kernels import extension
 from steptron_kernels.route import plain as plain_route
-from steptron.model.parameter_shards import Place
 from steptron_kernels.select import PLAIN, Kernels, native
 from tests.model.helpers import (
     assert_all_close,

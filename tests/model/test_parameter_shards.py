@@ -65,9 +65,7 @@ def test_columns_and_experts() -> None:
 def test_parts_add_up_to_the_model(tensor: int, expert: int) -> None:
     for parameter in PARAMETERS.values():
         cut = cut_of(parameter.role)
-        parts = [
-            shard(parameter, Place(t, tensor, e, expert)).size for t in range(tensor) for e in range(expert)
-        ]
+        parts = [shard(parameter, Place(t, tensor, e, expert)).size for t in range(tensor) for e in range(expert)]
         copies = {Cut.NONE: tensor * expert, Cut.EXPERTS: tensor}.get(cut, expert)
         assert sum(parts) == parameter.size * copies
         assert all(part.size == math.prod(part.shape) for part in [shard(parameter, Place(0, tensor, 0, expert))])

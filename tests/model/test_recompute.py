@@ -303,7 +303,7 @@ def test_expert_parallel(pool: WorkerPool, dispatcher: str, kernels: str, bias: 
         for again in (ffn, permutation, inside, mixed):
             assert again.dispatch_calls == {1: 2, 2: 2}
         assert set(permutation.router_calls.values()) == {1}
-        indices = 2 * TOKENS * WIDE.moe.top_k * 8
+        indices = 2 * TOKENS * WIDE.moe.top_k * 2 * 8  # of 2 layers
         rows = expected.rows * WIDE.hidden_size * BYTES
         assert rows <= expected.kept - permutation.kept <= rows + indices
 

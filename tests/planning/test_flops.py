@@ -8,7 +8,13 @@ import math
 import pytest
 
 from steptron.model.layer_spec import model_spec
-from steptron.planning.flops import forward_flops_per_token, mean_visible_keys, training_flops_per_token
+from steptron.model.stages import Stage, split_stages
+from steptron.planning.flops import (
+    forward_flops_per_token,
+    mean_visible_keys,
+    stage_forward_flops,
+    training_flops_per_token,
+)
 from tests.planning.models import flash, small
 
 
@@ -106,3 +112,15 @@ def test_prefill_ratios_of_flash(layout: str, at_64k: float, at_256k: float) -> 
 def test_impossible_questions_are_refused(length: int, depths: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         training_flops_per_token(model_spec(small()), length, depths)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("mtp_depths", [0, 2])
+def test_stages_share_the_model_s_flops(stages: int, mtp_depths: int) -> None:
+    spec = model_spec(small())
+    parts = [stage_forward_flops(spec, stage, 32, mtp_depths) for stage in split_stages(4, stages)]
+    assert sum(parts) == pytest.approx(forward_flops_per_token(spec, 32, mtp_depths).total)
+
+
+def test_an_empty_stage_has_no_flops() -> None:
+    assert stage_forward_flops(model_spec(small()), Stage((), is_first=False, is_last=False), 32) == 0

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.memory import ALL_PARTS, SMALL_PARTS, estimate, measure
 from steptron.config.loader import load
-from steptron.config.schema import PretrainConfig
+from steptron.config.schema import PretrainConfig, RecomputePart
 from steptron.model.layer_spec import LayerSpec, model_spec
 from steptron.planning.activations import Workload, chunk_memory, layer_operations
 from steptron.planning.memory import Assumptions, assume, rank_memory
@@ -85,7 +85,7 @@ def test_what_a_dense_layer_keeps_in_native_operations() -> None:
         ({"norm", "activation"}, 2 * 16 * 64 + 16 * 96),
     ],
 )
-def test_what_recomputation_saves(parts: set[str], saved: int) -> None:
+def test_what_recomputation_saves(parts: set[RecomputePart], saved: int) -> None:
     layer, work = model_spec(small()).layers[0], Workload(2, 8, native=True)
     kept = chunk_memory(layer_operations(layer, work)).total_kept
     less = chunk_memory(layer_operations(recomputing(layer, parts), work)).total_kept
@@ -155,7 +155,7 @@ def test_sgd_has_no_moments() -> None:
     assert memory.optimizer == 0 and memory.gradients > 0
 
 
-def recomputing(layer: LayerSpec, parts: set[str]) -> LayerSpec:
+def recomputing(layer: LayerSpec, parts: set[RecomputePart]) -> LayerSpec:
     return dataclasses.replace(layer, recompute=frozenset(parts))
 
 

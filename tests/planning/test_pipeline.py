@@ -10,14 +10,14 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 from steptron.planning.pipeline import Pass, ideal_idle_share, idle_share, most_in_flight, passes_of
 
 
-@pytest.mark.parametrize(("pipeline", "chunks", "micro_batches"), [(4, 1, 8), (4, 1, 2), (4, 2, 8), (4, 2, 4), (8, 3, 32)])
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "micro_batches"), [(4, 1, 8), (4, 1, 2), (4, 2, 8), (4, 2, 4), (8, 3, 32)]
+)
 def test_order_is_megatron_s(pipeline: int, chunks: int, micro_batches: int) -> None:
     table = get_schedule_table(micro_batches, chunks, pipeline if chunks > 1 else micro_batches)
     for rank in range(pipeline):
         group = SimpleNamespace(size=lambda: pipeline, rank=lambda rank=rank: rank)
-        engine = SimpleNamespace(
-            pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
-        )
+        engine = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
         _, _, warmup, _ = get_pp_rank_microbatches(micro_batches, chunks, pipeline, p2p_communicator=engine)
         forward = [Pass(micro_batch, chunk, True) for micro_batch, chunk in table]
         backward = [Pass(micro_batch, chunks - 1 - chunk, False) for micro_batch, chunk in table]
@@ -42,7 +42,9 @@ def test_in_flight(rank: int, pipeline: int, chunks: int, micro_batches: int, ex
     assert most_in_flight(rank, pipeline, chunks, micro_batches) == expected
 
 
-@pytest.mark.parametrize(("pipeline", "chunks", "micro_batches"), [(1, 1, 4), (4, 1, 8), (8, 1, 32), (8, 3, 32), (4, 2, 4)])
+@pytest.mark.parametrize(
+    ("pipeline", "chunks", "micro_batches"), [(1, 1, 4), (4, 1, 8), (8, 1, 32), (8, 3, 32), (4, 2, 4)]
+)
 def test_equal_stages_wait_as_the_formula_says(pipeline: int, chunks: int, micro_batches: int) -> None:
     idle = idle_share([[1.0] * chunks] * pipeline, micro_batches)
     assert idle == pytest.approx([float(ideal_idle_share(pipeline, chunks, micro_batches))] * pipeline)

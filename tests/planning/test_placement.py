@@ -139,7 +139,9 @@ def test_unknown_rank() -> None:
         place.coordinates(4096)
 
 
-def of_sizes(config: PretrainConfig, world_size: int, pipeline: int, tensor: int, context: int, expert: int) -> Placement:
+def of_sizes(
+    config: PretrainConfig, world_size: int, pipeline: int, tensor: int, context: int, expert: int
+) -> Placement:
     """The model of a configuration in another layout, without interleaving."""
     sizes = dict(
         pipeline=pipeline, virtual_pipeline=1, pipeline_layout=None, tensor=tensor, context=context, expert=expert

@@ -17,7 +17,7 @@ from steptron.config.schema import ParallelConfig, PretrainConfig
 from steptron.errors import UserError
 from steptron.platform import distributed
 from steptron.platform.doctor import Check, Report
-from steptron.platform.nodes import clocks, collectives, facts, folders, links, memory
+from steptron.platform.nodes import clocks, collectives, configuration, facts, folders, links, memory
 from steptron.platform.nodes.peers import name_ranks, own_place, ranks_by_node, spans
 from steptron.platform.nodes.roll import AbsentError, Roll
 
@@ -78,22 +78,23 @@ def examine(
     except UserError as error:
         if place.rank > 0:
             raise
-        return Findings([Check(PLACES, "start", "failed", "not all processes are there", str(error))])
+        return Findings([Check(PLACES, "start", "failed", "the processes did not meet", str(error))])
     findings = Findings()
     try:
         roll = Roll(_get_default_store(), place.rank, place.size, own_place(place.local_rank), timeout)
         address = "127.0.0.1" if place.master is None else place.master[0]
-        Examination(roll, device, address, config, findings).run()
-        roll.leave()
-        distributed.shutdown()
-    except (AbsentError, _BrokenOffError) as error:
-        # The groups are left as they are: destroying them would wait for those who are gone.
+        try:
+            Examination(roll, device, address, config, findings).run()
+        except _BrokenOffError:
+            # The groups are left as they are: destroying them would wait for those who are gone.
+            roll.leave()
+        else:
+            roll.leave()
+            distributed.shutdown()
+    except AbsentError as error:
         if place.rank > 0:
-            if isinstance(error, AbsentError):
-                raise UserError(str(error)) from error
-            return None
-        if isinstance(error, AbsentError):
-            findings.checks.append(Check(PLACES, "check-in", "failed", "not all processes are there", str(error)))
+            raise UserError(str(error)) from error
+        findings.checks.append(Check(PLACES, "check-in", "failed", "not all processes are there", str(error)))
     return findings if place.rank == 0 else None
 
 
@@ -133,8 +134,12 @@ class Examination:
             self._note(Check(folders.SECTION, "data and output", "off", "not looked at", "--config FILE names them"))
         else:
             self._folders(self.config)
+        layout = self._layout()
         self._section(
-            "collectives", self._collectives, lambda found: collectives.judge(found, peers), collectives.SECTION
+            "collectives",
+            lambda: collectives.check_groups(groups_of(layout), self.device),
+            lambda found: collectives.judge(found, peers),
+            collectives.SECTION,
         )
         several = len(ranks_by_node(peers)) > 1
         for section, schedule in (
@@ -222,13 +227,21 @@ class Examination:
         for check in folders.exchange_tokens(self.roll, config.train.output) or ():
             self._note(check)
 
-    def _collectives(self) -> dict[str, Any]:
-        return collectives.check_groups(groups_of(self._layout()), self.device)
-
     def _layout(self) -> ParallelConfig:
-        if self.config is not None:
-            return self.config.parallel
-        return example_layout(self.roll.size, min(map(len, ranks_by_node(self.roll.peers))))
+        """The configuration's, where it fits, or an example."""
+        roll, config = self.roll, self.config
+        if config is not None:
+            self._section(
+                configuration.SECTION,
+                lambda: configuration.own_problems(config, roll.size),
+                lambda found: configuration.judge(found, roll.peers),
+            )
+            refused = any(
+                check.section == configuration.SECTION and check.status == "failed" for check in self.findings.checks
+            )
+            if not roll.tell("layout refused", refused):
+                return config.parallel
+        return example_layout(roll.size, min(map(len, ranks_by_node(roll.peers))))
 
     def _note(self, check: Check) -> None:
         if self.roll.is_first:

@@ -113,17 +113,18 @@ def test_command_in_two_local_processes(tmp_path: Path) -> None:
     file, output = tmp_path / "nodes.json", tmp_path / "run"
     done = _command(
         *("--nodes", "--nproc", "2", "--timeout", "40", "--json", str(file), "--config", "configs/pretrain/nano.yaml"),
-        *("parallel.expert=2", f"train.output={output}", f"data.train.0.path={tmp_path / 'nowhere'}"),
+        *("train.global_batch_size=6", f"train.output={output}", f"data.train.0.path={tmp_path / 'nowhere'}"),
     )
-    # The data are not there: that is to mend, and nothing else is.
+    # The data are not there and the batch does not fit: that is to mend, and nothing else is.
     assert done.returncode == 1, done.stdout + done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("To mend")]
-    assert f"To mend: shared folders, {tmp_path / 'nowhere'}: cannot be used by 2 processes. ranks 0-1 (" in line
+    data, batch = [line for line in done.stdout.splitlines() if line.startswith("To mend")]
+    assert f"To mend: shared folders, {tmp_path / 'nowhere'}: cannot be used by 2 processes. ranks 0-1 (" in data
+    assert "To mend: configuration, for 2 processes: refused on all. train.global_batch_size (6) must be" in batch
     assert "All nodes are fit" not in done.stdout
     found = json.loads(file.read_text())
     assert found["failed"] and len(found["processes"]) == 2
     groups = [check["name"] for check in found["checks"] if check["section"] == "collectives"]
-    assert groups == ["world, 2 processes", "data, 2 processes", "expert, 2 processes"]
+    assert groups == ["world, 2 processes", "pipeline, 2 processes"]
     assert not output.exists()
 
 
@@ -143,7 +144,7 @@ def test_a_process_that_never_comes_is_named() -> None:
     }
     done = _command("--nodes", "--timeout", "1", **srun)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "To mend: processes, start: not all processes are there." in done.stdout
+    assert "To mend: processes, start: the processes did not meet." in done.stdout
     assert "ranks 1, 2, 3 (3 in all) of 4 did not arrive" in done.stdout
     assert "SLURM starts them on gpu7, gpu8" in done.stdout.replace("\n", " ")
 
