@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -190,6 +191,7 @@ def _config(preset: str, overrides: list[str]) -> PretrainConfig:
 def _work(rank: int, world_size: int, store: str, case: Case, results: multiprocessing.Queue[tuple[int, Peak]]) -> None:
     # Kineto's own messages would come between the lines of the table.
     os.environ["KINETO_LOG_LEVEL"] = "99"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     import torch
     import torch.distributed as dist
 

@@ -42,7 +42,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelineRankPlan:
-    """A pipeline rank, by the first of its ranks; the others hold and do as much.
+    """A pipeline rank, by the first of its ranks. The others hold and do as much, but for the keys of full layers: of
+    context-parallel ranks the first sees most.
 
     Attributes:
         rank: the first rank.

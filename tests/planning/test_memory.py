@@ -17,9 +17,9 @@ from tests.planning.layouts import CONFIGS, WORLD_SIZE, report
 from tests.planning.models import small
 from tests.worker_pool import WorkerPool
 
-SIZES = ("data.sequence_length=128", "train.micro_batch_size=2", "train.global_batch_size=16")
+SIZES = ("data.sequence_length=128", "train.micro_batch_size=2", "train.global_batch_size=4")
 PLAIN = "train.kernels=plain"
-PP2 = "parallel.pipeline=2"
+PP2 = ("parallel.pipeline=2", "train.global_batch_size=8")
 GPU = Assumptions("cuda", native=False, products_in_bf16=False, several_documents=True)
 
 
@@ -33,10 +33,10 @@ GPU = Assumptions("cuda", native=False, products_in_bf16=False, several_document
         (1, (PLAIN, SMALL_PARTS)),
         (2, ("parallel.expert=2",)),
         (2, (PLAIN, "parallel.expert=2", SMALL_PARTS)),
-        (2, (PP2, "parallel.virtual_pipeline=2")),
-        (2, (PP2, ALL_PARTS)),
+        (2, (*PP2, "parallel.virtual_pipeline=2")),
+        (2, (*PP2, ALL_PARTS)),
         (2, ("parallel.tensor=2",)),
-        (2, (PLAIN, "parallel.context=2", "parallel.expert=2")),
+        (2, ("parallel.context=2", "parallel.expert=2")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )

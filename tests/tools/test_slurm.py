@@ -92,7 +92,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
-def _until(condition: Any, process: subprocess.Popen[str], seconds: float = 90) -> None:
+def _until(condition: Any, process: subprocess.Popen[str], seconds: float = 150) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0]
@@ -103,6 +103,7 @@ def _until(condition: Any, process: subprocess.Popen[str], seconds: float = 90) 
 # ------------------------------------------------------------------------------------- real runs
 
 
+@pytest.mark.timeout(500)
 def test_two_nodes_are_examined_train_and_resume_after_a_stop(cluster: Cluster, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
@@ -110,13 +111,13 @@ def test_two_nodes_are_examined_train_and_resume_after_a_stop(cluster: Cluster, 
     )
     data, run = build_data(tmp_path / "data", [text], vocabulary=300), tmp_path / "run"
     _, config, *overrides = pretrain_arguments(data, run, 1000, "parallel.pipeline=2", "train.device=cpu")
-    settings = {"CONFIG": config, "DOCTOR_SECONDS": "60"}
+    settings = {"CONFIG": config, "DOCTOR_SECONDS": "120"}
 
     job = cluster.submit(str(SCRIPTS / "two-nodes.sbatch"), *overrides, **settings)
     log = run / "log.jsonl"
     _until(lambda: log.exists() and log.read_text().count('"kind": "train"') >= 1, job)
     os.kill(int((cluster.state / "batch.pid").read_text()), signal.SIGUSR1)
-    output, _ = job.communicate(timeout=90)
+    output, _ = job.communicate(timeout=150)
     assert job.returncode == 75, output
     assert "asked to stop" in output and "goes into the queue again" in output
     assert cluster.requeued() == 1
@@ -133,7 +134,7 @@ def test_two_nodes_are_examined_train_and_resume_after_a_stop(cluster: Cluster, 
     job = cluster.submit(
         str(SCRIPTS / "two-nodes.sbatch"), *overrides, f"train.steps={done + 1}", **settings, DOCTOR="0"
     )
-    output, _ = job.communicate(timeout=90)
+    output, _ = job.communicate(timeout=150)
     assert job.returncode == 0, output + cluster.log("pretrain-0000.log")
     assert f"resuming from {run}/checkpoints/step_{done:08}" in cluster.log("pretrain-0000.log")
     assert cluster.requeued() == 1
@@ -163,7 +164,7 @@ exit "${PRETRAIN_CODE:-0}"
 def test_a_job_examines_then_trains(cluster: Cluster, script: str) -> None:
     cluster.command("steptron", STEPTRON)
     job = cluster.submit(str(SCRIPTS / script), "train.steps=7", CONFIG="mine.yaml", IB_CARDS="mlx5_0,mlx5_1")
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
     doctor, pretrain = cluster.steps()
     assert doctor["command"][:3] == ["steptron", "doctor", "--nodes"]
@@ -181,7 +182,7 @@ def test_a_container_is_used_for_every_step(cluster: Cluster) -> None:
     cluster.command("steptron", STEPTRON)
     script = str(SCRIPTS / "two-nodes.sbatch")
     job = cluster.submit(script, IMAGE="/shared/steptron.sqsh", MOUNTS="/shared:/shared")
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
     for step in cluster.steps():
         assert step["options"]["container-image"] == "/shared/steptron.sqsh"
@@ -192,7 +193,7 @@ def test_a_container_is_used_for_every_step(cluster: Cluster) -> None:
 def test_unfit_nodes_train_nothing(cluster: Cluster) -> None:
     cluster.command("steptron", STEPTRON)
     job = cluster.submit(str(SCRIPTS / "two-nodes.sbatch"), DOCTOR_CODE="1")
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 1
     assert "To mend: clocks, offset: far off. node7" in output and "nothing was trained" in output
     assert len(cluster.steps()) == 1 and cluster.requeued() == 0
@@ -201,7 +202,7 @@ def test_unfit_nodes_train_nothing(cluster: Cluster) -> None:
 def test_a_failed_training_is_not_repeated(cluster: Cluster) -> None:
     cluster.command("steptron", STEPTRON)
     job = cluster.submit(str(SCRIPTS / "two-nodes.sbatch"), PRETRAIN_CODE="2")
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 2 and "training ended with exit code 2" in output
     assert cluster.requeued() == 0
 
@@ -210,10 +211,10 @@ def test_a_failed_training_is_not_repeated(cluster: Cluster) -> None:
 def test_a_signal_stops_all_processes_and_requeues(cluster: Cluster, number: int) -> None:
     cluster.command("steptron", STEPTRON)
     job = cluster.submit(str(SCRIPTS / "two-nodes.sbatch"), WAITS="1", PRETRAIN_CODE="75")
-    _until(lambda: (cluster.state / "training-1").exists(), job, 30)
+    _until(lambda: (cluster.state / "training-1").exists(), job, 60)
     time.sleep(0.2)
     os.kill(int((cluster.state / "batch.pid").read_text()), number)
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 75, output
     # Rank 1 was still busy when rank 0 had ended with 75: nothing may have killed it.
     assert (cluster.state / "ended-0").exists() and (cluster.state / "ended-1").exists()
@@ -224,7 +225,7 @@ def test_stops_are_counted(cluster: Cluster) -> None:
     cluster.command("steptron", STEPTRON)
     (cluster.state / "requeued").write_text(stub_slurm.JOB)
     job = cluster.submit(str(SCRIPTS / "two-nodes.sbatch"), PRETRAIN_CODE="75", MAX_REQUEUES="1")
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 75 and "not put into the queue again" in output
     assert cluster.requeued() == 1
 
@@ -233,7 +234,7 @@ def test_data_are_built_by_one_task(cluster: Cluster) -> None:
     cluster.command("steptron", 'echo "$*" > "$STUB_SLURM/arguments"')
     script = str(SCRIPTS / "build-data.sbatch")
     job = cluster.submit("--nodes=1", script, "--output", "/shared/data", "texts")
-    output, _ = job.communicate(timeout=30)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
     (step,) = cluster.steps()
     assert step["command"][:3] == ["steptron", "data", "build"]

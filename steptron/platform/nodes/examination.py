@@ -228,8 +228,9 @@ class Examination:
             self._note(check)
 
     def _layout(self) -> ParallelConfig:
-        """The configuration's, where it fits, or an example."""
+        """The configuration's, where it fits, or an example; with this examination's timeout instead of a run's."""
         roll, config = self.roll, self.config
+        timeout = {"timeout_seconds": math.ceil(roll.timeout)}
         if config is not None:
             self._section(
                 configuration.SECTION,
@@ -240,8 +241,8 @@ class Examination:
                 check.section == configuration.SECTION and check.status == "failed" for check in self.findings.checks
             )
             if not roll.tell("layout refused", refused):
-                return config.parallel
-        return example_layout(roll.size, min(map(len, ranks_by_node(roll.peers))))
+                return config.parallel.model_copy(update=timeout)
+        return example_layout(roll.size, min(map(len, ranks_by_node(roll.peers)))).model_copy(update=timeout)
 
     def _note(self, check: Check) -> None:
         if self.roll.is_first:

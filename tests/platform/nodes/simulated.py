@@ -16,6 +16,8 @@ def peers_on(nodes: int, per_node: int) -> tuple[Peer, ...]:
     return peers_of([place_of(rank, per_node) for rank in range(nodes * per_node)])
 
 
-def roll_of(rank: int, world_size: int, per_node: int, timeout: float = 30.0) -> Roll:
-    """The roll of a pool's worker."""
-    return Roll(_get_default_store(), rank, world_size, place_of(rank, per_node), timeout)
+def roll_of(rank: int, world_size: int, per_node: int, timeout: float = 60.0) -> Roll:
+    """The roll of a pool's worker; the timeout is for what comes after, not for the workers' own start."""
+    roll = Roll(_get_default_store(), rank, world_size, place_of(rank, per_node), 60.0)
+    roll.timeout = timeout
+    return roll

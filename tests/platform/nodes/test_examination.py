@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from steptron import __version__
 from steptron.cli.doctor import doctor as command
 from steptron.errors import UserError
-from steptron.platform.nodes import facts, links
+from steptron.platform.nodes import examination, facts, links
 from steptron.platform.nodes.examination import Examination, Findings, _BrokenOffError
 from tests.platform.nodes.simulated import roll_of
 from tests.worker_pool import REPOSITORY, WorkerPool
@@ -71,14 +71,18 @@ def _broken_links(rank: int, world_size: int) -> list[dict[str, Any]]:
     return _run_with(rank, world_size, links, "measure")
 
 
-def _run_with(rank: int, world_size: int, part: Any, function: str) -> list[dict[str, Any]]:
+def _broken_groups(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return _run_with(rank, world_size, examination, "groups_of", timeout=3.0)
+
+
+def _run_with(rank: int, world_size: int, part: Any, function: str, timeout: float = 30.0) -> list[dict[str, Any]]:
     """The examination where one of its parts raises on the second node."""
 
     def fail(*_: object) -> Any:
         raise RuntimeError("the cable is out" if rank == 3 else "timed out")
 
     findings = Findings()
-    roll = roll_of(rank, world_size, per_node=2)
+    roll = roll_of(rank, world_size, per_node=2, timeout=timeout)
     with mock.patch.object(part, function, fail if rank >= 2 or function == "measure" else getattr(part, function)):
         try:
             Examination(roll, torch.device("cpu"), "127.0.0.1", None, findings).run()
@@ -91,6 +95,16 @@ def test_an_error_in_communication_ends_it_for_all(pool: WorkerPool) -> None:
     first, *others = pool.run(4, _broken_links)
     *_, failed, last = first
     assert (failed["section"], failed["status"]) == ("links between nodes", "failed")
+    assert "rank 3 (node1): the cable is out" in failed["advice"]
+    assert last == {"status": "broken off"} and others == [[last]] * 3
+
+
+def test_groups_that_do_not_come_about_end_it_within_its_own_timeout(pool: WorkerPool) -> None:
+    """Not within a run's, which is ten minutes."""
+    first, *others = pool.run(4, _broken_groups, timeout=60)
+    *_, failed, last = first
+    assert (failed["section"], failed["status"]) == ("collectives", "failed")
+    assert failed["value"] == "errors on ranks 0-1 (node0); ranks 2-3 (node1)"
     assert "rank 3 (node1): the cable is out" in failed["advice"]
     assert last == {"status": "broken off"} and others == [[last]] * 3
 

