@@ -11,6 +11,7 @@ from steptron.errors import UserError
 _FIXED = ("model.", "optimizer.name", "train.precision")
 _FREE = (
     "model.init.",
+    "data.index_cache",
     "train.output",
     "train.device",
     "train.threads",

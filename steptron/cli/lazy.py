@@ -54,7 +54,7 @@ class LazyGroup(TyperGroup):
         except UserError as error:
             if ctx.params.get("debug"):
                 raise
-            if isinstance(error, ConfigError) and world().rank > 0:
-                raise typer.Exit(2) from error  # every process finds the same; the first one says it
+            if isinstance(error, ConfigError) and world().local_rank > 0:
+                raise typer.Exit(2) from error  # all processes of a machine find the same; its first one says it
             typer.secho(str(error), fg=typer.colors.RED, err=True)
             raise typer.Exit(2) from error

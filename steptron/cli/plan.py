@@ -269,16 +269,19 @@ def _print_parameters(console: Console, parameters: Sequence[OwnedParameter]) ->
 
 def _print_buffers(console: Console, one: RankPlan) -> None:
     table = _table("\nGradient buffers, fp32")
-    for heading in ("chunk", "added up over", "parameters", "elements", "buckets"):
-        table.add_column(heading, justify="left" if heading == "added up over" else "right")
+    is_factored = any(buffer.within_node for chunk in one.built.chunks for buffer in chunk.buffers)
+    factors = ("within its node over", "between nodes over") if is_factored else ()
+    for heading in ("chunk", "parameters", "elements", "buckets", "added up over", *factors):
+        table.add_column(heading, justify="left" if heading.endswith("over") else "right")
     for number, chunk in enumerate(one.built.chunks):
         for buffer in chunk.buffers:
             table.add_row(
                 str(number),
-                _ranks(buffer.ranks),
                 str(len(buffer.parameters)),
                 f"{buffer.elements:,}",
                 str(buffer.buckets),
+                _ranks(buffer.ranks),
+                *([_ranks(buffer.within_node), _ranks(buffer.between_nodes)] if is_factored else []),
             )
     console.print(table)
 
@@ -347,6 +350,8 @@ def _contents(spec: ModelSpec, stage: Stage, mtp_depths: int) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Numbers at equal distances in short: ``64: 7 to 511 by 8``."""
+    if not ranks:
+        return "-"
     steps = {second - first for first, second in itertools.pairwise(ranks)}
     if len(ranks) == 1:
         return f"1: {ranks[0]}"

@@ -295,6 +295,11 @@ class DataConfig(Section):
         "isolated", description="whether attention stops at document borders and positions restart there"
     )
     seed: NonNegativeInt = Field(1234, description="seed of the order of samples")
+    index_cache: FilePath | None = Field(
+        None,
+        description="folder of the orders of documents and samples, which all processes share; when unset, each "
+        "process holds its own in memory",
+    )
 
 
 # --------------------------------------------------------------------------------------- train

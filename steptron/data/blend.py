@@ -65,6 +65,12 @@ class Blend:
         datasets_N = datasets_P[phases_N].astype(np.int64)
         return datasets_N, periods_N * np.array(self.counts_per_period)[datasets_N] + occurrences_P[phases_N]
 
+    def taken(self, count: int) -> list[int]:
+        """Samples of each dataset among the first ``count``."""
+        periods, phase = divmod(count, self.period)
+        begun = np.bincount(self._schedule[0][:phase], minlength=len(self.counts_per_period)).tolist()
+        return [periods * whole + part for whole, part in zip(self.counts_per_period, begun, strict=True)]
+
     def prefix_within(self, available: Sequence[int]) -> int:
         """Length of the longest prefix that takes no more than ``available[d]`` samples of each dataset d."""
         ends = []

@@ -12,6 +12,7 @@ import numpy as np
 from steptron.data.errors import DataError
 from steptron.data.indexed import IndexedTokens, open_indexed
 from steptron.data.manifest import Manifest, read_manifest
+from steptron.data.orders import ComputedOrders, Orders
 
 Split = Literal["train", "validation"]
 
@@ -27,19 +28,23 @@ class TokenDataset:
     """
 
     def __init__(
-        self, path: Path, split: Split, manifest: Manifest, tokens: IndexedTokens, loss_mask_T: np.ndarray | None
+        self, path: Path, split: Split, manifest: Manifest, tokens: IndexedTokens, loss_mask: IndexedTokens | None
     ) -> None:
         self.path = path
         self.split = split
         self.manifest = manifest
         self.lengths_D = tokens.lengths_D
-        self._tokens_T = tokens.tokens_T
-        self._starts_D = tokens.starts_D
-        self._loss_mask_T = loss_mask_T
+        self._tokens = tokens
+        self._loss_mask = loss_mask
 
     @classmethod
-    def open(cls, path: str | Path, split: Split) -> TokenDataset:
+    def open(cls, path: str | Path, split: Split, *, verify: bool = True) -> TokenDataset:
         """Opens a split.
+
+        Args:
+            path: the folder.
+            split: ``train`` or ``validation``.
+            verify: whether to read the whole index (``verify``): 12 bytes per document.
 
         Raises:
             DataError: no dataset, another format version, an empty split, or files that contradict
@@ -53,19 +58,35 @@ class TokenDataset:
                 f"{path}: its {split} split has no documents (it was built with a validation fraction of "
                 f"{manifest.validation_fraction:g}); name another dataset, or build it with another fraction"
             )
-        tokens = open_indexed(path / split)
+        tokens = open_indexed(path / split, verify=verify)
         if tokens.lengths_D.size != record.documents or tokens.tokens_T.size != record.tokens:
             raise DataError(
                 f"{path / split}.idx: {tokens.lengths_D.size} documents and {tokens.tokens_T.size} tokens, but "
                 f"dataset.json speaks of {record.documents} and {record.tokens}; build the dataset again"
             )
-        loss_mask_T = None
-        if record.loss_mask:
-            mask = open_indexed(path / f"{split}.loss_mask")
-            if not np.array_equal(mask.lengths_D, tokens.lengths_D):
-                raise DataError(f"{path / split}.loss_mask.idx: document lengths differ from those of {split}.idx")
-            loss_mask_T = mask.tokens_T
-        return cls(path, split, manifest, tokens, loss_mask_T)
+        # The mask's index is compared with that of the tokens, so that it need not be verified itself.
+        loss_mask = open_indexed(path / f"{split}.loss_mask", verify=False) if record.loss_mask else None
+        dataset = cls(path, split, manifest, tokens, loss_mask)
+        dataset._check_mask(whole=verify)
+        return dataset
+
+    def verify(self) -> None:
+        """Reads the whole index, as ``open`` does if not told otherwise.
+
+        Raises:
+            DataError: its documents do not follow each other without gaps, or have other lengths in the loss mask.
+        """
+        self._tokens.verify()
+        self._check_mask(whole=True)
+
+    def _check_mask(self, whole: bool) -> None:
+        if self._loss_mask is None:
+            return
+        lengths_D = self._loss_mask.lengths_D
+        same = lengths_D.size == self.lengths_D.size and self._loss_mask.tokens_T.size == self.num_tokens
+        if not same or (whole and not np.array_equal(lengths_D, self.lengths_D)):
+            prefix = self.path / self.split
+            raise DataError(f"{prefix}.loss_mask.idx: document lengths differ from those of {self.split}.idx")
 
     @property
     def num_documents(self) -> int:
@@ -73,7 +94,7 @@ class TokenDataset:
 
     @property
     def num_tokens(self) -> int:
-        return self._tokens_T.size
+        return self._tokens.tokens_T.size
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, int64, of a document, and whether each counts in the loss, bool."""
@@ -82,14 +103,14 @@ class TokenDataset:
 
     def gather(self, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, int64 [T], of pieces of documents, joined, and whether each counts in the loss, bool [T]."""
-        sources_N = self._starts_D[segments.documents_N] + segments.offsets_N
+        sources_N = self._tokens.starts(segments.documents_N) + segments.offsets_N
         targets_N = np.cumsum(segments.lengths_N) - segments.lengths_N
         index_T = np.repeat(sources_N - targets_N, segments.lengths_N)
         index_T += np.arange(index_T.size)
-        tokens_T = self._tokens_T[index_T].astype(np.int64)
-        if self._loss_mask_T is None:
+        tokens_T = self._tokens.tokens_T[index_T].astype(np.int64)
+        if self._loss_mask is None:
             return tokens_T, np.ones(tokens_T.size, np.bool_)
-        return tokens_T, self._loss_mask_T[index_T] == 1
+        return tokens_T, self._loss_mask.tokens_T[index_T] == 1
 
 
 @dataclass(frozen=True)
@@ -107,23 +128,30 @@ class DocumentStream:
 
     Every epoch is a permutation of its own, a pure function of (seed, epoch); where an epoch ends the
     next one follows without a gap. Any part of the stream is found by one binary search, so random
-    access costs what sequential access costs. The permutation and the cumulated lengths of the two
-    epochs used last are kept (16 bytes per document each).
+    access costs what sequential access costs. The orders of the two epochs used last are kept.
     """
 
-    def __init__(self, lengths_D: np.ndarray, seed: int) -> None:
+    def __init__(
+        self, lengths_D: np.ndarray, seed: int, orders: Orders | None = None, tokens_per_epoch: int | None = None
+    ) -> None:
         """
         Args:
             lengths_D: tokens of each document.
             seed: any whole number from 0 up.
+            orders: where orders come from; computed in memory by default.
+            tokens_per_epoch: sum of the lengths, where it is known.
         """
         self._lengths_D = lengths_D
-        self._seed = seed
-        self.tokens_per_epoch = int(lengths_D.sum(dtype=np.int64))
-        self._epoch = lru_cache(maxsize=2)(self._build_epoch)
+        self.tokens_per_epoch = int(lengths_D.sum(dtype=np.int64)) if tokens_per_epoch is None else tokens_per_epoch
+        source = ComputedOrders() if orders is None else orders
+        self._order = lru_cache(maxsize=2)(lambda epoch: source.documents(lengths_D, seed, epoch))
 
     def segments(self, start: int, length: int) -> Segments:
-        """The pieces of documents that make up tokens [start, start + length) of the stream; length is at least 1."""
+        """The pieces of documents that make up tokens [start, start + length) of the stream; length is at least 1.
+
+        Raises:
+            DataError: a file that the order is read from is damaged.
+        """
         pieces = []
         while length > 0:
             epoch, offset = divmod(start, self.tokens_per_epoch)
@@ -140,22 +168,27 @@ class DocumentStream:
         )
 
     def epoch_order(self, epoch: int) -> np.ndarray:
-        """int64 [D]: the documents in the order of an epoch."""
-        return self._epoch(epoch)[0]
+        """[D], uint32 or int64: the documents in the order of an epoch."""
+        return self._order(epoch).documents.numbers_N
 
     def _segments_in_epoch(self, epoch: int, start: int, length: int) -> Segments:
-        order_D, ends_D = self._epoch(epoch)
+        order = self._order(epoch)
+        ends_D = order.ends_D
         first = int(np.searchsorted(ends_D, start, side="right"))
         last = int(np.searchsorted(ends_D, start + length, side="left"))
-        documents_N = order_D[first : last + 1]
-        ends_N = np.minimum(ends_D[first : last + 1], start + length)
-        begins_N = ends_D[first : last + 1] - self._lengths_D[documents_N]
+        documents_N = order.documents.read(first, last + 1)
+        ends_N = ends_D[first : last + 1]
+        begins_N = ends_N - self._lengths_D[documents_N]
+        before_N = ends_D[first - 1 : last] if first > 0 else np.concatenate([[0], ends_D[:last]])
+        if not (
+            ends_N.size and np.array_equal(begins_N, before_N) and begins_N[0] <= start < start + length <= ends_N[-1]
+        ):
+            raise DataError(
+                f"{order.documents.place}: damaged near entry {first} of {ends_D.size}, or not of this dataset: delete "
+                "it, or let `steptron data build-index` replace it"
+            )
         offsets_N = np.maximum(start - begins_N, 0)
-        return Segments(documents_N, offsets_N, ends_N - begins_N - offsets_N)
-
-    def _build_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        order_D = _permutation(self._lengths_D.size, _mix(self._seed, epoch))
-        return order_D, np.cumsum(self._lengths_D[order_D], dtype=np.int64)
+        return Segments(documents_N, offsets_N, np.minimum(ends_N, start + length) - begins_N - offsets_N)
 
 
 class SampleOrder:
@@ -163,47 +196,25 @@ class SampleOrder:
 
     Neighbouring samples of a stream come from the same long documents; taken in turn they would fill
     whole batches. A block is about an epoch, so every token is still seen once per epoch. A pure
-    function of (seed, number); the permutations of the two blocks used last are kept.
+    function of (seed, number); the orders of the two blocks used last are kept.
     """
 
-    def __init__(self, samples_per_block: int, seed: int) -> None:
+    def __init__(self, samples_per_block: int, seed: int, orders: Orders | None = None) -> None:
         """
         Args:
             samples_per_block: at least 1.
             seed: any whole number from 0 up.
+            orders: where orders come from; computed in memory by default.
         """
-        self._size = samples_per_block
-        self._block = lru_cache(maxsize=2)(lambda block: _permutation(samples_per_block, _mix(seed, block, 1)))
+        self.samples_per_block = samples_per_block
+        source = ComputedOrders() if orders is None else orders
+        self._order = lru_cache(maxsize=2)(lambda block: source.samples(samples_per_block, seed, block))
 
     def place(self, number: int) -> int:
-        """Which sample of the stream is number ``number`` in training."""
-        block, offset = divmod(number, self._size)
-        return block * self._size + int(self._block(block)[offset])
+        """Which sample of the stream is number ``number`` in training.
 
-
-def _permutation(size: int, key: int) -> np.ndarray:
-    """int64 [size]; sorts hashes rather than use numpy's shuffle, whose result may change between versions."""
-    return np.argsort(_splitmix64(np.arange(size, dtype=np.uint64), key), kind="stable")
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
-
-
-def _splitmix64(counters: np.ndarray, key: int) -> np.ndarray:
-    """Output number ``counters`` of the SplitMix64 generator of state ``key`` (Steele, Lea, Flood 2014).
-
-    Distinct counters give distinct outputs, so sorting them leaves no ties.
-    """
-    state = (counters + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
-
-
-def _mix(*numbers: int) -> int:
-    """Hashes whole numbers to 64 bits."""
-    key = 0
-    for number in numbers:
-        key = int(_splitmix64(np.array([key ^ (number & _MASK)], np.uint64), number >> 64 & _MASK)[0])
-    return key
+        Raises:
+            DataError: a file that the order is read from is damaged.
+        """
+        block, offset = divmod(number, self.samples_per_block)
+        return block * self.samples_per_block + int(self._order(block).read(offset, offset + 1)[0])

@@ -38,6 +38,7 @@ _DTYPE_BY_CODE: dict[int, np.dtype] = {
 }
 _CODE_BY_DTYPE = {dtype: code for code, dtype in _DTYPE_BY_CODE.items()}
 _LONGEST_SEQUENCE = np.iinfo(np.int32).max
+_VERIFIED_AT_ONCE = 2**17  # documents
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -126,18 +127,37 @@ class IndexedTokens:
     """An indexed dataset, memory-mapped.
 
     Attributes:
+        path: the index file.
         tokens_T: all tokens, in the dtype of the file.
         lengths_D: int32, tokens of each document.
-        starts_D: int64, first token of each document in ``tokens_T``.
+        pointers_D: int64, byte offset of each document in the file of tokens.
     """
 
+    path: Path
     tokens_T: np.ndarray
     lengths_D: np.ndarray
-    starts_D: np.ndarray
+    pointers_D: np.ndarray
+
+    def starts(self, documents: np.ndarray | slice) -> np.ndarray:
+        """int64, first token of each of some documents in ``tokens_T``."""
+        return self.pointers_D[documents] // self.tokens_T.itemsize
+
+    def verify(self) -> None:
+        """Reads the whole index; needs no memory to speak of.
+
+        Raises:
+            DataError: documents are empty or do not follow each other without gaps.
+        """
+        _verify_index(self.path, self.lengths_D, self.pointers_D, self.tokens_T.itemsize)
 
 
-def open_indexed(prefix: Path) -> IndexedTokens:
+def open_indexed(prefix: Path, *, verify: bool = True) -> IndexedTokens:
     """Memory-maps an indexed dataset whose sequences are its documents.
+
+    Args:
+        prefix: path of both files without ``.bin`` and ``.idx``.
+        verify: whether to read the whole index (``IndexedTokens.verify``); if not, only its header and its
+            last document are looked at.
 
     Raises:
         DataError: a file is missing, is not of the format, its size contradicts the index, or documents
@@ -163,19 +183,29 @@ def open_indexed(prefix: Path) -> IndexedTokens:
 
     dtype = _DTYPE_BY_CODE[code]
     if num_sequences == 0:
-        return IndexedTokens(np.zeros(0, dtype), np.zeros(0, "<i4"), np.zeros(0, "<i8"))
+        return IndexedTokens(idx_path, np.zeros(0, dtype), np.zeros(0, "<i4"), np.zeros(0, "<i8"))
     # asarray drops numpy's memmap subclass, whose indexing is slow; the pages stay mapped.
     index = np.asarray(np.memmap(idx_path, mode="r"))
     lengths_D = np.frombuffer(index, "<i4", num_sequences, _HEADER.size)
     pointers_D = np.frombuffer(index, "<i8", num_sequences, _HEADER.size + 4 * num_sequences)
-    num_tokens = int(lengths_D.sum(dtype=np.int64))
+    if verify:
+        _verify_index(idx_path, lengths_D, pointers_D, dtype.itemsize)
     size = bin_path.stat().st_size
-    if size != num_tokens * dtype.itemsize:
-        raise DataError(f"{bin_path}: {size} bytes, but the index speaks of {num_tokens * dtype.itemsize}")
-    starts_D = np.cumsum(lengths_D, dtype=np.int64) - lengths_D
-    if lengths_D.min() < 1 or not np.array_equal(pointers_D, starts_D * dtype.itemsize):
-        raise DataError(f"{idx_path}: damaged: its documents are not laid end to end")
-    return IndexedTokens(np.asarray(np.memmap(bin_path, dtype=dtype, mode="r")), lengths_D, starts_D)
+    expected = int(pointers_D[-1]) + int(lengths_D[-1]) * dtype.itemsize
+    if size != expected or size == 0:
+        raise DataError(f"{bin_path}: {size} bytes, but the index speaks of {expected}")
+    return IndexedTokens(idx_path, np.asarray(np.memmap(bin_path, dtype=dtype, mode="r")), lengths_D, pointers_D)
+
+
+def _verify_index(path: Path, lengths_D: np.ndarray, pointers_D: np.ndarray, itemsize: int) -> None:
+    end = 0
+    for start in range(0, lengths_D.size, _VERIFIED_AT_ONCE):
+        part = slice(start, start + _VERIFIED_AT_ONCE)
+        ends_D = end + np.cumsum(lengths_D[part], dtype=np.int64)
+        starts_D = ends_D - lengths_D[part]
+        if lengths_D[part].min() < 1 or not np.array_equal(pointers_D[part], starts_D * itemsize):
+            raise DataError(f"{path}: damaged: its documents are not laid end to end")
+        end = int(ends_D[-1])
 
 
 def _bin_path(prefix: Path) -> Path:

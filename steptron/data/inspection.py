@@ -117,7 +117,7 @@ def _problems_of_split(folder: Path, manifest: Manifest, split: Split) -> Iterat
                 f"{manifest.vocabulary_size}"
             )
             break
-    ends_D = tokens.tokens_T[tokens.starts_D + tokens.lengths_D - 1]
+    ends_D = tokens.tokens_T[tokens.starts(slice(None)) + tokens.lengths_D - 1]
     wrong_D = np.flatnonzero(ends_D != manifest.eod_id)
     if wrong_D.size:
         yield (

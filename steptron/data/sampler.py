@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from steptron.data.batch import MicroBatch
 from steptron.data.blend import Blend
 from steptron.data.dataset import DocumentStream, SampleOrder, Split, TokenDataset
 from steptron.data.errors import DataError
+from steptron.data.index_cache import CachedOrders, IndexCache, OrderFile
 
 # Validation data are the same for every training seed, so that runs can be compared.
 _VALIDATION_SEED = 0
@@ -37,13 +39,19 @@ class SampleSource:
     where its data end. Its order does not depend on ``data.seed``.
     """
 
-    def __init__(self, datasets: list[DatasetConfig], split: Split, data: DataConfig) -> None:
+    def __init__(
+        self, datasets: list[DatasetConfig], split: Split, data: DataConfig, wait_seconds: float = 600.0
+    ) -> None:
         """Opens the datasets.
+
+        With ``data.index_cache`` the orders are files of that folder, opened or built when a sample first
+        needs them; an index of a dataset is then read as a whole only by the process that builds from it.
 
         Args:
             datasets: what to blend.
             split: ``train`` (endless) or ``validation``.
-            data: sequence length, document attention and seed; its own lists of datasets are not read.
+            data: sequence length, document attention, seed and index cache; its own lists of datasets are not read.
+            wait_seconds: longest wait for another process that builds a file of the index cache.
 
         Raises:
             DataError: a dataset that cannot be opened, tokenizers that differ, or a sequence longer
@@ -54,18 +62,21 @@ class SampleSource:
         self._sequence_length = data.sequence_length
         self._isolated = data.document_attention == "isolated"
         self._split = split
-        self._datasets = [TokenDataset.open(dataset.path, split) for dataset in datasets]
+        cache = None if data.index_cache is None else IndexCache(data.index_cache, wait_seconds)
+        self._datasets = [TokenDataset.open(dataset.path, split, verify=cache is None) for dataset in datasets]
         self._check_tokenizers()
         self._check_lengths()
         seed = data.seed if split == "train" else _VALIDATION_SEED
+        # The position in the blend is part of the seed: a dataset named twice has two orders.
+        self._seeds = [seed + (number << 64) for number in range(len(datasets))]
+        orders = [None if cache is None else CachedOrders(cache, dataset) for dataset in self._datasets]
         self._streams = [
-            # The position in the blend is part of the seed: a dataset named twice has two orders.
-            DocumentStream(dataset.lengths_D, seed + (number << 64))
-            for number, dataset in enumerate(self._datasets)
+            DocumentStream(dataset.lengths_D, seed, own, dataset.num_tokens)
+            for dataset, seed, own in zip(self._datasets, self._seeds, orders, strict=True)
         ]
         self._orders = [
-            SampleOrder(max(1, stream.tokens_per_epoch // data.sequence_length), seed + (number << 64))
-            for number, stream in enumerate(self._streams)
+            SampleOrder(max(1, dataset.num_tokens // data.sequence_length), seed, own)
+            for dataset, seed, own in zip(self._datasets, self._seeds, orders, strict=True)
         ]
         self._weights = [dataset.weight / sum(d.weight for d in datasets) for dataset in datasets]
         self._blend = Blend([dataset.weight for dataset in datasets])
@@ -165,6 +176,33 @@ class SampleSource:
                 documents_BS1[row, :size] = 0
                 positions_BS1[row, :size] = np.arange(size)
         return self._shifted(tokens_BS1, counts_BS1, documents_BS1, positions_BS1)
+
+    def order_files(self, start: int, stop: int) -> Iterator[OrderFile]:
+        """The orders that samples [start, stop) are taken by, as files of an index cache.
+
+        Those of the training split's last block of samples are named as if all of it were taken.
+        """
+        limit = self.num_samples
+        stop = stop if limit is None else min(stop, limit)
+        if start >= stop:
+            return
+        ranges = zip(self._blend.taken(start), self._blend.taken(stop), strict=True)
+        for number, (first, end) in enumerate(ranges):
+            if first == end:
+                continue
+            dataset, seed, samples = self._datasets[number], self._seeds[number], self._orders[number]
+            if limit is None:
+                blocks = range(first // samples.samples_per_block, (end - 1) // samples.samples_per_block + 1)
+                yield from (OrderFile.of_samples(samples.samples_per_block, seed, block) for block in blocks)
+                first, end = blocks.start * samples.samples_per_block, blocks.stop * samples.samples_per_block
+                # The last target of a sample is the first token of the next one.
+                epochs = range(
+                    first * self._sequence_length // dataset.num_tokens,
+                    end * self._sequence_length // dataset.num_tokens + 1,
+                )
+            else:
+                epochs = range(1)
+            yield from (OrderFile.of_documents(dataset, seed, epoch) for epoch in epochs)
 
     def _shifted(
         self,

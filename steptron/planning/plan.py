@@ -257,6 +257,7 @@ def plan_rank(config: PretrainConfig, world_size: int, rank: int, assumed: Assum
         "rows of the vocabulary per rank": -config.model.vocab_size % place.tensor,
         "elements of gradient buffers": sum(buffer.elements for chunk in built.chunks for buffer in chunk.buffers)
         - sum(part.held.shard.size for part in owned if part.trained),
+        "elements of their reductions": sum(buffer.padding for chunk in built.chunks for buffer in chunk.buffers),
         "bytes of packed weights": packed_weights_padding(place.held(rank), place, assumed),
     }
     return RankPlan(

@@ -18,6 +18,8 @@ from steptron.model.stages import Stage, chunks_of, split_stages
 from steptron.planning.placement import Coordinates
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from steptron.parallel.gradient_buffer import DataParallel
     from steptron.parallel.mesh import Mesh
 
@@ -34,12 +36,18 @@ class BuiltBuffer:
         parameters: names of the parameters that have their gradients in it.
         elements: fp32 numbers.
         buckets: parts that are reduced one by one.
+        within_node, between_nodes: the ranks with which this one adds up first and then, where ``parallel.node_size``
+            factors the reduction; both empty where nothing is factored.
+        padding: numbers that the buckets are filled up with for it.
     """
 
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
     elements: int
     buckets: int
+    within_node: tuple[int, ...]
+    between_nodes: tuple[int, ...]
+    padding: int
 
 
 @dataclass(frozen=True)
@@ -142,19 +150,31 @@ def _chunks(config: PretrainConfig, mesh: Mesh) -> Iterator[BuiltChunk]:
 
 
 def _buffers(model: DataParallel) -> Iterator[BuiltBuffer]:
+    from steptron.parallel.factored_group import FactoredGroup
+
     for buffer in model.buffers:
         names = tuple(
             name
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and parameter.main_grad._base is buffer.data
         )
-        yield BuiltBuffer(_ranks(buffer.group), names, buffer.data.numel(), len(buffer._buckets))
+        buckets = [bucket.data.numel() for bucket in buffer._buckets]
+        within: tuple[int, ...] = ()
+        between: tuple[int, ...] = ()
+        if isinstance(buffer.group, FactoredGroup):
+            whole = buffer.group.whole
+            if buffer.group.intra is not None and buffer.group.inter is not None:
+                within, between = _ranks(buffer.group.intra), _ranks(buffer.group.inter)
+        else:
+            whole = buffer.group
+        padding = sum(-elements % len(within) for elements in buckets) if within else 0
+        yield BuiltBuffer(_ranks(whole), names, buffer.data.numel(), len(buckets), within, between, padding)
 
 
-def _ranks(group: object) -> tuple[int, ...]:
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     import torch.distributed as dist
 
-    return tuple(dist.get_process_group_ranks(group))  # type: ignore[arg-type]
+    return tuple(dist.get_process_group_ranks(group))
 
 
 @contextmanager

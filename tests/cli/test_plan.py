@@ -64,6 +64,13 @@ def test_a_rank(tmp_path: Path) -> None:
     assert sum(size_of(parameter["shape"]) for parameter in parameters.values()) == 3_315_648_864
 
 
+def test_a_rank_of_nodes() -> None:
+    result = plan(FLASH, "parallel.node_size=8", "--world-size", "4096", "--rank", "511")
+    assert result.exit_code == 0, result.output
+    assert "512: 0 to 511       8: 504 to 511          64: 7 to 511 by 8" in result.output
+    assert "dp_cp.inter" in result.output
+
+
 def size_of(shape: list[int]) -> int:
     size = 1
     for extent in shape:

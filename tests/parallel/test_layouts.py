@@ -145,7 +145,7 @@ def test_cutting_the_batch_differently_changes_rounding_only(pool: WorkerPool) -
 
 
 def _assert_same_numbers(outcomes: list[Outcome], reference: Outcome, tolerance: float) -> None:
-    """Equal up to the order of additions; ``tolerance`` is for parameters after all steps."""
+    """Equal up to the order of additions; ``tolerance`` is for what the updates have gone into."""
     _assert_close(assemble([o.gradients for o in outcomes]), assemble([reference.gradients]), 2e-6)
     _assert_close(assemble([o.parameters for o in outcomes]), assemble([reference.parameters]), tolerance)
     for outcome in outcomes:
@@ -160,7 +160,8 @@ def _assert_same_numbers(outcomes: list[Outcome], reference: Outcome, tolerance:
         for own_counts, expected_counts in zip(outcome.tokens_per_expert, reference.tokens_per_expert, strict=True):
             assert torch.equal(own_counts, expected_counts)
         assert outcome.confidence == pytest.approx(reference.confidence, rel=1e-6)
-        assert outcome.gradient_norms == pytest.approx(reference.gradient_norms, rel=1e-6)
+        assert outcome.gradient_norms[:1] == pytest.approx(reference.gradient_norms[:1], rel=1e-6)
+        assert outcome.gradient_norms == pytest.approx(reference.gradient_norms, rel=tolerance)
 
 
 def _assert_identical(outcomes: list[Outcome], reference: Outcome) -> None:

@@ -9,7 +9,7 @@ from steptron.config.loader import load
 from steptron.config.schema import PretrainConfig
 from steptron.planning.placement import placement
 from steptron.planning.rank import BuiltRank, build_rank
-from tests.planning.layouts import CONFIGS, RANKS, WORLD_SIZE, long_context, report
+from tests.planning.layouts import CONFIGS, FLASH, RANKS, WORLD_SIZE, long_context, report
 
 _BUCKET = 1 << 24
 
@@ -31,6 +31,31 @@ def test_tensor_and_context_parallel_ranks(rank: int) -> None:
     built = check_against_placement(config, 16, rank)
     experts, cut, whole = 2, 4, 8  # expert-data, context x data, tensor x context x data ranks
     assert {len(buffer.ranks) for chunk in built.chunks for buffer in chunk.buffers} == {experts, cut, whole}
+
+
+def test_reductions_in_two_steps() -> None:
+    """Nodes of 8: rank 511 adds up with the ranks of its node, then with the last ranks of the stage's nodes. Experts,
+    of which each rank of a node holds others, are added up between nodes alone."""
+    config = load(FLASH, ["parallel.node_size=8"]).config
+    built = build_rank(config, WORLD_SIZE, 511)
+    first, shared, experts = (buffer for chunk in built.chunks for buffer in chunk.buffers)
+    for buffer in (first, shared):
+        assert buffer.ranks == tuple(range(512))
+        assert buffer.within_node == tuple(range(504, 512))
+        assert buffer.between_nodes == tuple(range(7, 512, 8))
+        assert buffer.padding == 0
+    assert experts.ranks == tuple(range(7, 512, 8))
+    assert experts.within_node == experts.between_nodes == ()
+
+
+def test_buckets_that_do_not_divide_by_the_node_are_filled_up() -> None:
+    nodes = ["parallel.node_size=3", "model.vocab_size=511", "train.global_batch_size=24"]
+    config = load(CONFIGS / "pretrain" / "nano.yaml", [*nodes, "parallel.expert=1"]).config
+    (chunk,) = build_rank(config, 6, 4).chunks
+    for buffer in chunk.buffers:
+        assert buffer.within_node == (3, 4, 5) and buffer.between_nodes == (1, 4)
+        assert buffer.buckets == 1 and buffer.padding == -buffer.elements % 3
+    assert any(buffer.padding for buffer in chunk.buffers)
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
