@@ -101,6 +101,45 @@ def build(
         _print_missing_tokens(console, result.manifest.vocabulary_size, train_tokenizer)
 
 
+@app.command(name="build-index")
+def build_index(
+    file: Annotated[Path, typer.Argument(help="training configuration (YAML) with data.index_cache", metavar="FILE")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="values that win over the file's", metavar="[a.b=c]...")
+    ] = None,
+    from_step: Annotated[
+        int, typer.Option(min=0, help="steps that are done: orders that only they needed are not built")
+    ] = 0,
+) -> None:
+    """Builds the orders of documents and samples that a run needs, so that its processes find them.
+
+    Orders that are there are read and checked; damaged ones are replaced. Needs one core and 4.3 GB of memory at most.
+    """
+    from steptron.config.loader import load
+    from steptron.data.errors import DataError
+    from steptron.data.index_cache import IndexCache
+    from steptron.data.sampler import SampleSource, validation_datasets
+    from steptron.train.batch_schedule import BatchSchedule
+
+    config = load(file, overrides or ()).config
+    data, folder = config.data, config.data.index_cache
+    if folder is None:
+        raise DataError(f"{file}: data.index_cache is not set: name the folder that the orders are written to")
+    batches, console = BatchSchedule(config.train), _console()
+    start, stop = (batches.consumed_after(steps) for steps in (from_step, config.train.steps))
+    files = list(SampleSource(data.train, "train", data).order_files(start, stop))
+    if datasets := validation_datasets(data):
+        wanted = config.train.validation.batches * config.train.global_batch_size
+        files += SampleSource(datasets, "validation", data).order_files(0, wanted)
+    with _system_errors_named(folder), _terminated_like_interrupted(), _order_progress_bar(console) as report:
+        cache = IndexCache(folder, config.parallel.timeout_seconds, report)
+        for order in files:
+            did = cache.prepare(order)
+            console.print(f"{did:<9}{order.bytes / 1e6:>12,.1f} MB  {order.name}", soft_wrap=True, highlight=False)
+    total = sum(order.bytes for order in files)
+    console.print(f"{len(files)} orders, {total / 1e6:,.1f} MB, in {folder}", soft_wrap=True, highlight=False)
+
+
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(help="dataset folder")],
@@ -276,6 +315,24 @@ def _progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
                 documents=progress.documents,
                 bad=progress.bad_documents,
             )
+
+        yield report
+
+
+@contextlib.contextmanager
+def _order_progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yields the function that shows how far the order that is being built has come."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", visible=False)
+
+        def report(name: str, done: int, total: int) -> None:
+            if done == 0:
+                bars.reset(task, description=name, total=total, visible=True)
+            bars.update(task, completed=done, visible=done < total)
 
         yield report
 

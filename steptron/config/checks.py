@@ -68,6 +68,7 @@ def check(
         *_machine(config.train, device),
         *_kernels(config.train, device),
         *_output(config.train.output),
+        *_index_cache(config.data.index_cache),
         *(_data_folders(config) if check_data else ()),
     ]
     if problems:
@@ -613,6 +614,12 @@ def _output(output: Path) -> Iterator[str]:
         yield f"train.output ({output}) cannot be a folder: {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"train.output ({output}) cannot be written: no permission to write in {existing}"
+
+
+def _index_cache(folder: Path | None) -> Iterator[str]:
+    # It need not be writable: a run whose orders are all there only reads them.
+    if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+        yield f"data.index_cache ({folder}) is not a folder: name one, which is made where it does not exist"
 
 
 def _data_folders(config: PretrainConfig) -> Iterator[str]:

@@ -197,12 +197,14 @@ class IndexCache:
         with self._system_errors(path):
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / f".{file.name}.lock", "a+", encoding="utf-8") as lock:
-                if not self._take(lock, path, replace) or (path.exists() and not replace):
+                if not self._take(lock, path, replace):
                     return False
-                self._write(file, path, lock)
-                # While the lock is held and the file is there, so that whoever opened the lock before finds the file.
-                os.unlink(lock.name)
-        return True
+                there = path.exists() and not replace
+                if not there:
+                    self._write(file, path, lock)
+                # It is still held, and the file is there: whoever opened it before finds the file and builds nothing.
+                Path(lock.name).unlink(missing_ok=True)
+        return not there
 
     def _take(self, lock: IO[str], path: Path, replace: bool) -> bool:
         """Waits for the lock of a file; False when another process has written the file meanwhile."""

@@ -145,7 +145,7 @@ def _bucket_counts(size: int, key: int, bits: int) -> list[int]:
 def _fill_buckets(
     hashes_N: np.ndarray, borders: list[int], first: int, bits: int, pieces: Iterator[np.ndarray]
 ) -> None:
-    """Writes those of all hashes that are in buckets ``first`` and up to ``hashes_N``, bucket i from ``borders[i]`` on."""
+    """Deals hashes out to ``hashes_N``, those of bucket ``first`` + i from ``borders[i]`` on; leaves others out."""
     cursors = borders[:-1]
     floors = np.array([number << (64 - bits) for number in range(first, first + len(cursors))], np.uint64)
     highest = np.uint64(((first + len(cursors)) << (64 - bits)) - 1)

@@ -15,6 +15,7 @@ from steptron.data.blend import Blend
 from steptron.data.dataset import DocumentStream, SampleOrder, Split, TokenDataset
 from steptron.data.errors import DataError
 from steptron.data.index_cache import CachedOrders, IndexCache, OrderFile
+from steptron.data.manifest import read_manifest
 
 # Validation data are the same for every training seed, so that runs can be compared.
 _VALIDATION_SEED = 0
@@ -62,7 +63,7 @@ class SampleSource:
         self._sequence_length = data.sequence_length
         self._isolated = data.document_attention == "isolated"
         self._split = split
-        cache = None if data.index_cache is None else IndexCache(data.index_cache, wait_seconds)
+        self._cache = cache = None if data.index_cache is None else IndexCache(data.index_cache, wait_seconds)
         self._datasets = [TokenDataset.open(dataset.path, split, verify=cache is None) for dataset in datasets]
         self._check_tokenizers()
         self._check_lengths()
@@ -204,6 +205,11 @@ class SampleSource:
                 epochs = range(1)
             yield from (OrderFile.of_documents(dataset, seed, epoch) for epoch in epochs)
 
+    def missing_order_files(self, start: int, stop: int) -> list[OrderFile]:
+        """Those of ``order_files`` that are not in the index cache yet; none without an index cache."""
+        cache = self._cache
+        return [] if cache is None else [file for file in self.order_files(start, stop) if not cache.has(file)]
+
     def _shifted(
         self,
         tokens_BS1: np.ndarray,
@@ -244,6 +250,15 @@ class SampleSource:
                     f"{dataset.path}: its {self._split} split has {dataset.num_tokens} tokens, but a sample of "
                     f"data.sequence_length {self._sequence_length} needs {needed}; shorten the sequences or add data"
                 )
+
+
+def validation_datasets(data: DataConfig) -> list[DatasetConfig]:
+    """The datasets to validate on: those that are named, or the training datasets that have a validation split.
+
+    Raises:
+        DataError: a training dataset that cannot be opened.
+    """
+    return data.validation or [item for item in data.train if read_manifest(item.path).validation.documents]
 
 
 def _check_ids(dataset: TokenDataset, tokens_T: np.ndarray) -> None:

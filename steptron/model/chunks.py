@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from steptron.config.schema import PretrainConfig
 from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import ModelSpec
 from steptron.model.router import Router
+from steptron.model.stages import chunks_of, split_stages
+from steptron.model.transformer_config import StepConfig
+from steptron.parallel.mesh import Mesh
 
 
 class ModelChunks(Sequence[StepModel]):
@@ -55,3 +59,30 @@ class ModelChunks(Sequence[StepModel]):
         """Sets training or evaluation mode."""
         for chunk in self._chunks:
             chunk.train(mode)
+
+
+def build_chunks(config: PretrainConfig, spec: ModelSpec, engine: StepConfig, mesh: Mesh) -> ModelChunks:
+    """Builds what this process holds of a model, on torch's default device; values are whatever memory held.
+
+    Args:
+        config: the layout, and what of the model is in training.
+        spec: the whole model.
+        engine: Megatron-Core's configuration.
+        mesh: the process groups.
+    """
+    parallel = config.parallel
+    num_stages = parallel.pipeline * parallel.virtual_pipeline
+    stages = split_stages(config.model.num_layers, num_stages, parallel.pipeline_layout)
+    return ModelChunks(
+        [
+            StepModel(
+                spec,
+                stage,
+                engine,
+                mesh.groups,
+                mtp_depths=config.loss.mtp_train_depths,
+                freeze_router=config.balance.freeze_router,
+            )
+            for stage in chunks_of(stages, mesh.pipeline_rank, mesh.pipeline_size)
+        ]
+    )

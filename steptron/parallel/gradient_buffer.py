@@ -61,6 +61,11 @@ class GradientBuffer:
                 self._buckets.append(_Bucket(self.data[bucket_start:end], bucket_parameters))
                 bucket_start, bucket_parameters = end, 0
 
+    @property
+    def bucket_sizes(self) -> list[int]:
+        """Elements of each reduction."""
+        return [bucket.data.numel() for bucket in self._buckets]
+
     def zero(self) -> None:
         """Clears the gradients before a step."""
         self.data.zero_()

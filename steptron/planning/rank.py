@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import model_spec
-from steptron.model.stages import Stage, chunks_of, split_stages
+from steptron.model.stages import Stage
 from steptron.planning.placement import Coordinates
 
 if TYPE_CHECKING:
@@ -120,28 +120,17 @@ def build_rank(config: PretrainConfig, world_size: int, rank: int) -> BuiltRank:
 def _chunks(config: PretrainConfig, mesh: Mesh) -> Iterator[BuiltChunk]:
     import torch
 
-    from steptron.model.assembly import StepModel
+    from steptron.model.chunks import build_chunks
     from steptron.model.transformer_config import DTYPES, transformer_config
     from steptron.parallel.gradient_buffer import DataParallel
 
-    parallel = config.parallel
-    spec = model_spec(config.model)
-    engine = transformer_config(config.model, parallel, DTYPES[config.train.precision])
-    num_stages = parallel.pipeline * parallel.virtual_pipeline
-    stages = split_stages(config.model.num_layers, num_stages, parallel.pipeline_layout)
-    for chunk, stage in enumerate(chunks_of(stages, mesh.pipeline_rank, mesh.pipeline_size)):
-        with torch.device("meta"):
-            module = StepModel(
-                spec,
-                stage,
-                engine,
-                mesh.groups,
-                mtp_depths=config.loss.mtp_train_depths,
-                freeze_router=config.balance.freeze_router,
-            )
+    engine = transformer_config(config.model, config.parallel, DTYPES[config.train.precision])
+    with torch.device("meta"):
+        chunks = build_chunks(config, model_spec(config.model), engine, mesh)
+    for chunk, module in enumerate(chunks):
         yield BuiltChunk(
             index=chunk * mesh.pipeline_size + mesh.pipeline_rank,
-            stage=stage,
+            stage=module.stage,
             shapes={name: tuple(tensor.shape) for name, tensor in module.logical_tensors()},
             frozen=frozenset(name for name, tensor in module.logical_tensors() if not tensor.requires_grad),
             embedding_is_copy=module.embedding_is_copy,
@@ -158,7 +147,7 @@ def _buffers(model: DataParallel) -> Iterator[BuiltBuffer]:
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and parameter.main_grad._base is buffer.data
         )
-        buckets = [bucket.data.numel() for bucket in buffer._buckets]
+        buckets = buffer.bucket_sizes
         within: tuple[int, ...] = ()
         between: tuple[int, ...] = ()
         if isinstance(buffer.group, FactoredGroup):

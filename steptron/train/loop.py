@@ -20,8 +20,7 @@ from steptron.checkpoint.resume import changes
 from steptron.config.schema import PretrainConfig
 from steptron.config.summary import summary
 from steptron.data.batch import MicroBatch
-from steptron.data.manifest import read_manifest as read_dataset_manifest
-from steptron.data.sampler import SampleSource
+from steptron.data.sampler import SampleSource, validation_datasets
 from steptron.errors import UserError
 from steptron.model.kernels import describe_kernels
 from steptron.optim.schedule import bias_update_rate, learning_rate
@@ -67,7 +66,7 @@ class Pretraining:
         self.is_reporter = dist.get_rank() == 0
         self.mesh: Mesh = build_mesh(config.parallel)
         on_first_rank("the run cannot start", self._take_folder)
-        self.train_data = SampleSource(config.data.train, "train", config.data)
+        self.train_data = SampleSource(config.data.train, "train", config.data, config.parallel.timeout_seconds)
         self.validation_data = self._open_validation()
         for source in filter(None, (self.train_data, self.validation_data)):
             source.check_vocabulary(config.model.vocab_size)
@@ -116,6 +115,12 @@ class Pretraining:
             f"data      {tokens:,} tokens; the run takes {ours:,} ({ours / tokens:.2f} epochs)",
             f"on        {processes} x {self.device.type}{threads}; everything goes to {config.train.output}",
         ]
+        consumed = self.progress.consumed_sequences, self.batches.consumed_after(config.train.steps)
+        if missing := len(self.train_data.missing_order_files(*consumed)):
+            lines.append(
+                f"orders    {missing} are not in data.index_cache: one process builds each when it is needed, and others "
+                "wait; `steptron data build-index` builds them ahead"
+            )
         if self.device.type == "cpu":
             lines.append(f"computing {describe_kernels(self.step.kernels, config.train)}")
         self._say("\n".join(lines))
@@ -176,15 +181,13 @@ class Pretraining:
         self._lock = RunLock(self.config.train.output)
 
     def _open_validation(self) -> SampleSource | None:
-        """The datasets to validate on: those that are named, or the training datasets' own splits where
-        they have one; None where there is nothing to validate on."""
+        """The data to validate on; None where there is nothing to validate on."""
         data = self.config.data
-        splits = [dataset for dataset in data.train if read_dataset_manifest(dataset.path).validation.documents]
-        datasets = data.validation or splits
+        datasets = validation_datasets(data)
         if not datasets:
             self._say("no validation: the training data has no validation split, and data.validation is empty")
             return None
-        return SampleSource(datasets, "validation", data)
+        return SampleSource(datasets, "validation", data, self.config.parallel.timeout_seconds)
 
     def _validate(self, sinks: Sinks) -> None:
         """Mean losses over the first sequences of the validation split, always the same ones."""

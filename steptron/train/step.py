@@ -13,13 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
-from steptron.model.assembly import StepModel
 from steptron.model.balance import BalanceContext, bias_update
-from steptron.model.chunks import ModelChunks
+from steptron.model.chunks import build_chunks
 from steptron.model.init import initialise
 from steptron.model.kernels import choose_kernels
 from steptron.model.layer_spec import ModelSpec, model_spec
-from steptron.model.stages import chunks_of, split_stages
 from steptron.model.transformer_config import DTYPES, transformer_config
 from steptron.optim.base import NamedParameter
 from steptron.optim.build import build_optimizer
@@ -102,24 +100,8 @@ class TrainStep:
             deterministic=config.train.deterministic,
             kernels=self.kernels,
         )
-        parallel = config.parallel
-        stages = split_stages(
-            config.model.num_layers, parallel.pipeline * parallel.virtual_pipeline, parallel.pipeline_layout
-        )
         with torch.device(device):
-            self.chunks = ModelChunks(
-                [
-                    StepModel(
-                        self.spec,
-                        stage,
-                        self.engine_config,
-                        mesh.groups,
-                        mtp_depths=config.loss.mtp_train_depths,
-                        freeze_router=config.balance.freeze_router,
-                    )
-                    for stage in chunks_of(stages, mesh.pipeline_rank, mesh.pipeline_size)
-                ]
-            )
+            self.chunks = build_chunks(config, self.spec, self.engine_config, mesh)
         initialise(dict(self.chunks.logical_tensors()), self.spec, config.model.init, config.train.seed, mesh.place)
         self.model = [DataParallel(chunk, mesh) for chunk in self.chunks]
         self.optimizer = build_optimizer(config.optimizer, self.trained_parameters())
