@@ -71,10 +71,8 @@ def test_any_damage_is_found_where_it_is_read() -> None:
         damaged_N = numbers_N.copy()
         place = int(random.integers(1000))
         damaged_N[place] ^= np.uint32(1) << np.uint32(random.integers(32))
-        for start in range(max(0, place - 1), min(1000, place + 2)):  # seen by its neighbours too
-            if start == place:
-                with pytest.raises(DataError, match=r"FILE: damaged near entry \d+ of 1000: delete it, or let"):
-                    Permutation(damaged_N, 5, "FILE").read(start, start + 1)
+        with pytest.raises(DataError, match=r"FILE: damaged near entry \d+ of 1000: delete it, or let"):
+            Permutation(damaged_N, 5, "FILE").read(place, place + 1)
     for content in (np.zeros(1000, np.uint32), numbers_N[::-1].copy(), permutation(1000, 6)):
         with pytest.raises(DataError, match="damaged"):
             Permutation(content, 5, "FILE").read(0, 1000)
