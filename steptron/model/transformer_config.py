@@ -72,6 +72,8 @@ def transformer_config(
             moe_flex_dispatcher_backend="deepep",
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
+            # Read by Megatron's own router only, but without it a top-k of 1 is refused.
+            moe_router_pre_softmax=True,
             add_bias_linear=False,
             gated_linear_unit=True,
             hidden_dropout=0.0,

@@ -50,7 +50,14 @@ def test_what_gives_the_state_another_meaning_is_refused_by_name(override: str, 
 def test_other_changes_are_noted_and_free_ones_are_not() -> None:
     noted = changes(
         configuration(),
-        configuration("data.seed=7", "optimizer.lr=1e-3", "train.steps=200", "train.output=x", "train.threads=1", "data.index_cache=y"),
+        configuration(
+            "data.seed=7",
+            "optimizer.lr=1e-3",
+            "train.steps=200",
+            "train.output=x",
+            "train.threads=1",
+            "data.index_cache=y",
+        ),
         MANIFEST,
         ["a", "c"],
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 from steptron.cli.main import app
@@ -60,19 +61,15 @@ def _file(folder: Path, epoch: int = 0, seed: int = 7) -> OrderFile:
     return OrderFile.of_documents(TokenDataset.open(folder / "a", "train"), seed, epoch)
 
 
-def _quiet(name: str, done: int, total: int) -> None:
-    pass
-
-
 # ----------------------------------------------------------------------------------- what is drawn
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_samples_are_those_of_a_run_without_a_cache(folder: Path, tmp_path: Path, split: Split) -> None:
     """Over several epochs, built by the first source and only read by the second."""
-    expected = _source(_data(folder, None), split).micro_batch(0, 400)
+    expected = _source(_data(folder, None, sequence_length=64), split).micro_batch(0, 400)
     for _ in range(2):
-        batch = _source(_data(folder, tmp_path / "new" / "cache"), split).micro_batch(0, 400)
+        batch = _source(_data(folder, tmp_path / "new" / "cache", sequence_length=64), split).micro_batch(0, 400)
         for name in ("tokens_BS", "labels_BS", "loss_mask_BS", "positions_BS", "documents_BS"):
             torch.testing.assert_close(getattr(batch, name), getattr(expected, name), rtol=0, atol=0)
     epochs = {int(path.name.split("epoch")[1].split(".")[0]) for path in (tmp_path / "new" / "cache").iterdir()}
@@ -159,10 +156,8 @@ def test_nothing_of_the_size_of_the_dataset_is_held(tmp_path: Path, folder: Path
 # ----------------------------------------------------------------------------------- built once
 
 
-def _build_in_worker(path: str, folder: str, barrier: str) -> tuple[str, list[int]]:
+def _build_in_worker(rank: int, world_size: int, path: str, folder: str) -> tuple[str, list[int]]:
     """All workers start together; what this one did, and the order that it then sees."""
-    import torch.distributed as dist
-
     file = OrderFile.of_documents(TokenDataset.open(folder, "train"), 7, 0)
     cache = IndexCache(Path(path), 30.0, lambda name, done, total: time.sleep(0.2))
     dist.barrier()
@@ -171,7 +166,7 @@ def _build_in_worker(path: str, folder: str, barrier: str) -> tuple[str, list[in
 
 
 def test_of_processes_that_need_a_file_one_builds_it(folder: Path, tmp_path: Path, pool: WorkerPool) -> None:
-    results = pool.run(4, _build_in_worker, str(tmp_path), str(folder / "a"), "")
+    results = pool.run(4, _build_in_worker, str(tmp_path), str(folder / "a"))
     assert sorted(did for did, _ in results) == ["built", "found", "found", "found"]
     expected = ComputedOrders().documents(TokenDataset.open(folder / "a", "train").lengths_D, 7, 0)
     assert all(order == expected.documents.numbers_N.tolist() for _, order in results)
@@ -301,16 +296,16 @@ def test_damage_inside_is_found_by_the_samples_that_touch_it(folder: Path, tmp_p
     _change(path, offset, bytes([sound[offset] ^ 0x21]))
     stream = DocumentStream(dataset.lengths_D, 7, CachedOrders(cache, dataset))
     wrong, expected = 0, DocumentStream(dataset.lengths_D, 7)
-    for start in range(stream.tokens_per_epoch):
+    for start in range(0, stream.tokens_per_epoch - 7, 7):
         try:
-            segments = stream.segments(start, 1)
+            segments = stream.segments(start, 7)
         except DataError as error:
             assert str(error).startswith(f"{path}: damaged near entry")
             wrong += 1
         else:
-            assert segments.documents_N.tolist() == expected.segments(start, 1).documents_N.tolist()
-            assert segments.offsets_N.tolist() == expected.segments(start, 1).offsets_N.tolist()
-    assert 0 < wrong < stream.tokens_per_epoch
+            assert segments.documents_N.tolist() == expected.segments(start, 7).documents_N.tolist()
+            assert segments.offsets_N.tolist() == expected.segments(start, 7).offsets_N.tolist()
+    assert 0 < wrong < stream.tokens_per_epoch // 14
     assert cache.prepare(_file(folder)) == "replaced"
     assert path.read_bytes() == sound
 
@@ -345,7 +340,7 @@ def test_a_mask_of_other_lengths_is_found_before_building(folder: Path, tmp_path
     copy = build_small(tmp_path, "d", records)
     index = copy / "train.loss_mask.idx"
     lengths_D = np.frombuffer(index.read_bytes(), "<i4", 3, 34)
-    _change(index, 34, (lengths_D + [1, -1, 0]).astype("<i4").tobytes())
+    _change(index, 34, (lengths_D + np.array([1, -1, 0])).astype("<i4").tobytes())
     dataset = TokenDataset.open(copy, "train", verify=False)
     with pytest.raises(DataError, match=r"loss_mask\.idx: document lengths differ"):
         IndexCache(tmp_path / "cache", 1.0).open(OrderFile.of_documents(dataset, 7, 0))
@@ -365,7 +360,7 @@ def test_a_folder_that_cannot_be_used_is_named(folder: Path, tmp_path: Path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
-        with pytest.raises(DataError, match="the file system has no locks .* run `steptron data build-index`"):
+        with pytest.raises(DataError, match=r"the file system has no locks .* run `steptron data build-index`"):
             IndexCache(tmp_path / "a", 1.0).open(_file(folder))
     with monkeypatch.context() as patch:
         patch.setattr(index_cache.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5}))
@@ -383,7 +378,7 @@ def test_a_folder_that_cannot_be_used_is_named(folder: Path, tmp_path: Path, mon
     assert not [path for path in (tmp_path / "c").iterdir() if not path.name.endswith(".lock")]
 
 
-def test_progress_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
+def test_progress_is_told(folder: Path, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     IndexCache(tmp_path, 1.0, lambda *progress: told.append(progress)).open(_file(folder))
     size = TokenDataset.open(folder / "a", "train").num_documents
@@ -401,7 +396,7 @@ def test_build_index_leaves_nothing_to_build(folder: Path, tmp_path: Path, monke
     cache = tmp_path / "cache"
     overrides = (
         f"data.train=[{{path: {folder / 'a'}, weight: 3.0}}, {{path: {folder / 'b'}}}]",
-        "data.sequence_length=16",
+        "data.sequence_length=64",
         f"data.index_cache={cache}",
         "train.steps=20",
         "train.global_batch_size=8",
@@ -430,10 +425,10 @@ def test_build_index_leaves_nothing_to_build(folder: Path, tmp_path: Path, monke
     again = _run(NANO, *overrides)
     assert again.stdout.count("found ") == len(names) - 1
     assert re.search(rf"replaced .* {damaged.name}", again.stdout)
-    later = _run(NANO, *overrides[:2], f"data.index_cache={tmp_path / 'later'}", *overrides[3:], "--from-step", 15)
+    later = _run(NANO, *overrides[:2], f"data.index_cache={tmp_path / 'later'}", *overrides[3:], "--from-step", 18)
     assert later.exit_code == 0, later.output
     assert {path.name for path in (tmp_path / "later").iterdir()} < names
-    assert not _source(config.data.model_copy(update={"index_cache": tmp_path / "later"})).missing_order_files(120, 160)
+    assert not _source(config.data.model_copy(update={"index_cache": tmp_path / "later"})).missing_order_files(144, 160)
 
 
 def test_build_index_without_a_folder_says_what_to_set(folder: Path) -> None:

@@ -42,3 +42,10 @@ def test_expert_communication(dispatcher: str, overlap: bool) -> None:
     assert config.overlap_expert_communication is overlap
     # Megatron's own overlaps are of its own layers and schedules.
     assert not config.moe_shared_expert_overlap and not config.overlap_moe_expert_parallel_comm
+
+
+def test_a_single_expert_per_token() -> None:
+    """Megatron's own router would need another setting for it."""
+    model = small_config()
+    single = model.model_copy(update={"moe": model.moe.model_copy(update={"top_k": 1})})
+    assert transformer_config(single, ParallelConfig(expert=2), torch.float32).moe_router_topk == 1

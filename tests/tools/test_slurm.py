@@ -241,10 +241,20 @@ def test_data_are_built_by_one_task(cluster: Cluster) -> None:
     assert (cluster.state / "arguments").read_text() == "data build --workers 32 --output /shared/data texts\n"
 
 
+def test_the_index_is_built_by_one_task_from_the_configuration(cluster: Cluster) -> None:
+    cluster.command("steptron", 'echo "$*" > "$STUB_SLURM/arguments"')
+    script = str(SCRIPTS / "build-index.sbatch")
+    job = cluster.submit("--nodes=1", script, "data.index_cache=/shared/index", CONFIG="mine.yaml")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
+    assert len(cluster.steps()) == 1
+    assert (cluster.state / "arguments").read_text() == "data build-index mine.yaml data.index_cache=/shared/index\n"
+
+
 # ------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("script", [*JOBS, "build-data.sbatch"])
+@pytest.mark.parametrize("script", [*JOBS, "build-data.sbatch", "build-index.sbatch"])
 def test_directives_are_options_of_sbatch(script: str) -> None:
     directives = re.findall(r"^#SBATCH (.*)$", (SCRIPTS / script).read_text(), re.M)
     options, rest = stub_slurm._options(directives, stub_slurm._SBATCH)
