@@ -40,6 +40,10 @@ def pretrain(
     from steptron.profiling.request import parse_request
 
     config = load(file, overrides or []).config
+    if config.parallel.tensor > 1:
+        # Kernels then start in the order in which they were queued, so that a gather that should run beside a
+        # product is not kept waiting behind it. Read by the CUDA driver when it starts, which the checks may do.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     joining = launch.under_launcher()
     world = distributed.world()
     if joining and nproc not in (None, world.size, world.local_size):
@@ -57,10 +61,6 @@ def pretrain(
             arguments += [] if value is None else [option, value]
         raise typer.Exit(launch.run_local(nproc, arguments))
 
-    if config.parallel.tensor > 1:
-        # Kernels then start in the order in which they were queued, so that a gather that should run beside a
-        # product is not kept waiting behind it. Read by the CUDA driver when it starts.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = distributed.start(config.train.device, config.train.threads, config.parallel.timeout_seconds)
 
     from steptron.train.loop import Pretraining

@@ -66,7 +66,7 @@ def check(
         *_schedule(config),
         *_recompute(config),
         *_machine(config.train, device),
-        *_kernels(config.train, device),
+        *_kernels(config.train, config.parallel, device),
         *_output(config.train.output),
         *_index_cache(config.data.index_cache),
         *(_data_folders(config) if check_data else ()),
@@ -577,7 +577,7 @@ def _machine(train: TrainConfig, device: str) -> Iterator[str]:
         )
 
 
-def _kernels(train: TrainConfig, device: str) -> Iterator[str]:
+def _kernels(train: TrainConfig, parallel: ParallelConfig, device: str) -> Iterator[str]:
     asked = [f"train.{name} is {value}" for name, value in (("kernels", train.kernels), ("products", train.products))]
     for text, explicit in zip(asked, (train.kernels == "native", train.products == "bf16"), strict=True):
         if explicit and train.precision != "fp32":
@@ -588,6 +588,11 @@ def _kernels(train: TrainConfig, device: str) -> Iterator[str]:
     explicit = train.kernels == "native" or train.products == "bf16"
     if explicit and on_cpu and (reason := why_unfit()) is not None:
         yield f"{asked[0] if train.kernels == 'native' else asked[1]}, but {reason}"
+    if train.products == "bf16" and parallel.tensor > 1:
+        yield (
+            f"train.products is bf16, but with parallel.tensor {parallel.tensor} linear layers are Megatron-Core's, "
+            "whose products are fp32: set it to fp32 or auto"
+        )
     if train.products == "bf16" and train.kernels == "plain":
         yield "train.products is bf16, which needs the native kernels, but train.kernels is plain: set one to auto"
     elif train.products == "bf16" and train.precision == "fp32" and not has_fast_bf16():

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from steptron.config.schema import TrainConfig
+from steptron.config.schema import ParallelConfig, TrainConfig
 from steptron.errors import UserError
 from steptron.model.transformer_config import DTYPES
 from steptron_kernels import extension
 from steptron_kernels.select import Kernels, KernelsUnavailableError, select
 
 
-def choose_kernels(train: TrainConfig, device: torch.device) -> Kernels:
+def choose_kernels(train: TrainConfig, parallel: ParallelConfig, device: torch.device) -> Kernels:
     """Chooses by ``train.kernels``, ``train.products`` and ``train.precision``, alike on all ranks: all call this.
+
+    Linear layers that tensor parallelism cuts, and the loss, are torch operations whatever is chosen; ``products:
+    auto`` then means fp32 everywhere.
 
     Raises:
         UserError: on every rank: what is asked for is not to be had on some of them, or their machines choose
@@ -21,7 +24,8 @@ def choose_kernels(train: TrainConfig, device: torch.device) -> Kernels:
     """
     kernels, problem = None, ""
     try:
-        kernels = select(train.kernels, train.products, device, DTYPES[train.precision])
+        products = "fp32" if train.products == "auto" and parallel.tensor > 1 else train.products
+        kernels = select(train.kernels, products, device, DTYPES[train.precision])
     except KernelsUnavailableError as error:
         problem = str(error)
     choice = f"{kernels.name} with {kernels.products} products" if kernels is not None else problem
@@ -44,10 +48,11 @@ def choose_kernels(train: TrainConfig, device: torch.device) -> Kernels:
     )
 
 
-def describe_kernels(kernels: Kernels, train: TrainConfig) -> str:
+def describe_kernels(kernels: Kernels, train: TrainConfig, parallel: ParallelConfig) -> str:
     """What computes, in words; where native operations would have been taken but are not there, why."""
     if kernels.name == "native":
-        return f"native operations, {kernels.products} products"
+        but = "; linear layers and the loss are torch's, for tensor parallelism" if parallel.tensor > 1 else ""
+        return f"native operations, {kernels.products} products{but}"
     if train.kernels == "auto" and train.precision == "fp32" and (reason := extension.why_unavailable()) is not None:
         return f"plain torch operations: {reason}"
     return "plain torch operations"

@@ -17,11 +17,9 @@ from megatron.core.transformer.module import MegatronModule
 
 from steptron.model.assembly import StepModel
 from steptron.model.parameter_shards import Cut, cut_of
+from steptron.parallel.buckets import bucket_runs
 from steptron.parallel.factored_group import FactoredGroup, Reduction
 from steptron.parallel.mesh import Mesh
-
-_BUCKET_ELEMENTS = 1 << 24
-"""Elements of one reduction (64 MiB in fp32): large enough for bandwidth, small enough to overlap."""
 
 
 class _Bucket:
@@ -32,6 +30,7 @@ class _Bucket:
         self.num_parameters = num_parameters
         self.num_ready = 0
         self.work: dist.Work | Reduction | None = None
+        self.streams: set[torch.cuda.Stream] = set()
 
 
 class GradientBuffer:
@@ -50,16 +49,16 @@ class GradientBuffer:
         self.data = torch.zeros(total, dtype=torch.float32, device=device)
         self._buckets: list[_Bucket] = []
         self._next = 0
-        offset = bucket_start = bucket_parameters = 0
-        for i, parameter in enumerate(reversed(parameters)):
-            end = offset + parameter.numel()
-            parameter.main_grad = self.data[offset:end].view(parameter.shape)  # type: ignore[attr-defined]
-            offset, bucket_parameters = end, bucket_parameters + 1
-            bucket_index = len(self._buckets)
-            parameter.register_post_accumulate_grad_hook(lambda p, b=bucket_index: self._accumulate(p, b))
-            if end - bucket_start >= _BUCKET_ELEMENTS or i == len(parameters) - 1:
-                self._buckets.append(_Bucket(self.data[bucket_start:end], bucket_parameters))
-                bucket_start, bucket_parameters = end, 0
+        ordered = parameters[::-1]
+        offset = 0
+        for index, (first, stop) in enumerate(bucket_runs([parameter.numel() for parameter in ordered])):
+            start = offset
+            for parameter in ordered[first:stop]:
+                end = offset + parameter.numel()
+                parameter.main_grad = self.data[offset:end].view(parameter.shape)  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(lambda p, b=index: self._accumulate(p, b))
+                offset = end
+            self._buckets.append(_Bucket(self.data[start:offset], stop - first))
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -71,6 +70,7 @@ class GradientBuffer:
         self.data.zero_()
         for bucket in self._buckets:
             bucket.num_ready, bucket.work = 0, None
+            bucket.streams.clear()
         self._next = 0
 
     def finish(self) -> None:
@@ -85,15 +85,18 @@ class GradientBuffer:
 
     def _accumulate(self, parameter: torch.nn.Parameter, bucket_index: int) -> None:
         assert parameter.grad is not None
-        if self._buckets[bucket_index].work is not None:
+        bucket = self._buckets[bucket_index]
+        if bucket.work is not None:
             raise RuntimeError(
                 f"a gradient of shape {list(parameter.shape)} arrived after its bucket was reduced: "
                 "only the last micro-batch's backward may run outside no_sync(), and once"
             )
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
+        if self.data.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(self.data.device))
         if self.sync_enabled and self.group.size() > 1:
-            self._buckets[bucket_index].num_ready += 1
+            bucket.num_ready += 1
             while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
                 self._reduce_next()
 
@@ -103,6 +106,10 @@ class GradientBuffer:
 
     def _reduce_next(self) -> None:
         bucket = self._buckets[self._next]
+        # A backward runs on the stream of its forward, and the shared expert's may be another one: the
+        # reduction waits for the stream that it is started on, and so for all that have added to the bucket.
+        for stream in bucket.streams:
+            torch.cuda.current_stream(self.data.device).wait_stream(stream)
         if isinstance(self.group, FactoredGroup):
             bucket.work = self.group.reduce(bucket.data)
         else:

@@ -142,16 +142,17 @@ class _KeyExchange(torch.autograd.Function):
     def backward(ctx: Any, *d_keys: Tensor) -> tuple[Tensor | None, ...]:
         exchange: KeyExchange = ctx.exchange
         batch, groups, head_dim = d_keys[0].shape[1:]
-        d_seen = d_keys[0].new_zeros(exchange.seen_rows, batch, groups, 2 * head_dim)
+        # Several ranges of several ranks add to a row: a 16-bit dtype is for what travels and for the final sum.
+        narrow = d_keys[0].dtype
+        wide = torch.promote_types(narrow, torch.float32)
+        d_seen = d_keys[0].new_zeros(exchange.seen_rows, batch, groups, 2 * head_dim, dtype=wide)
         for (start, stop), d_k, d_v in zip(exchange.keys, d_keys[::2], d_keys[1::2], strict=True):
             d_seen[start:stop, ..., :head_dim] += d_k
             d_seen[start:stop, ..., head_dim:] += d_v
-        # Many ranks add to a row: only the final sum is rounded to a 16-bit dtype.
-        wide = torch.promote_types(d_seen.dtype, torch.float32)
-        d_local = torch.cat([d_seen[start:stop].to(wide) for start, stop in exchange.own])
-        for (start, stop), rows in _swap(d_seen, exchange.received, exchange.sent, ctx.group):
+        d_local = torch.cat([d_seen[start:stop] for start, stop in exchange.own])
+        for (start, stop), rows in _swap(d_seen.to(narrow), exchange.received, exchange.sent, ctx.group):
             d_local[start:stop] += rows
-        d_k, d_v = (half.to(d_seen.dtype) for half in d_local.split(head_dim, dim=-1))
+        d_k, d_v = (half.to(narrow) for half in d_local.split(head_dim, dim=-1))
         return d_k, d_v, None, None
 
 

@@ -253,6 +253,7 @@ def _core_attention(spec: AttentionSpec, heads: int, groups: int, work: Workload
     gradients = 2 * query + 2 * key_rows * e  # of output and queries, of keys and values
     if work.context > 1:
         gradients += T * 2 * groups * D * (_WIDE + e)  # the sum of the ranks' shares, before and after rounding
+        gradients += key_rows * _WIDE if work.narrow else 0  # shares are added up in float32, and sent rounded
     if work.native:
         return Operation("attention", kept + 2 * T * heads * _WIDE, forward=query, backward=waiting + gradients)
     fused = work.device == "cuda" and spec.window is None and not work.several_documents and work.context == 1

@@ -17,6 +17,7 @@ from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import AttentionSpec, LayerSpec, MoeFfnSpec, ParameterRole
 from steptron.model.parameter_shards import Cut, cut_of
 from steptron.model.stages import Stage
+from steptron.parallel.buckets import bucket_runs
 from steptron.parallel.factors import Factor, split_by_node
 from steptron.parallel.traffic import CommunicationVolume, Kind, Traffic, wire_bytes
 from steptron.planning.placement import Placement
@@ -25,8 +26,6 @@ _ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 _FP32 = 4
 _INT64 = _FP64 = 8
 _BOOL = 1
-_BUCKET_ELEMENTS = 1 << 24
-"""Elements after which ``steptron.parallel.gradient_buffer`` closes a bucket."""
 
 
 class Message(NamedTuple):
@@ -293,8 +292,9 @@ class _Formula:
                 if held.shard.parameter.role is ParameterRole.EMBEDDING and is_twice:
                     yield Message("embd", Kind.ALL_REDUCE, held.shard.size * _FP32)
             for group, sizes in buffers.items():
-                for bucket in _buckets(sizes):
-                    yield from self._reduction(group, bucket)
+                ordered = sizes[::-1]
+                for first, stop in bucket_runs(ordered):
+                    yield from self._reduction(group, sum(ordered[first:stop]))
 
     def _reduction(self, group: str, elements: int) -> Iterator[Message]:
         node_size = self.config.parallel.node_size
@@ -337,15 +337,3 @@ def _group_sizes(placement: Placement) -> dict[str, int]:
         "expt_dp": placement.expert_data,
         "world": placement.world_size,
     }
-
-
-def _buckets(sizes: list[int]) -> Iterator[int]:
-    """Elements of the buckets of a gradient buffer, whose parameters lie in reverse order."""
-    bucket = 0
-    for size in reversed(sizes):
-        bucket += size
-        if bucket >= _BUCKET_ELEMENTS:
-            yield bucket
-            bucket = 0
-    if bucket:
-        yield bucket

@@ -118,11 +118,11 @@ class Pretraining:
         consumed = self.progress.consumed_sequences, self.batches.consumed_after(config.train.steps)
         if missing := len(self.train_data.missing_order_files(*consumed)):
             lines.append(
-                f"orders    {missing} are not in data.index_cache: one process builds each when it is needed, and others "
+                f"orders    {missing} are not in data.index_cache: one process builds each when it is needed while others "
                 "wait; `steptron data build-index` builds them ahead"
             )
         if self.device.type == "cpu":
-            lines.append(f"computing {describe_kernels(self.step.kernels, config.train)}")
+            lines.append(f"computing {describe_kernels(self.step.kernels, config.train, config.parallel)}")
         self._say("\n".join(lines))
 
     def _train(self, stop: StopRequest, sinks: Sinks, profiler: StepProfiler | None) -> bool:

@@ -92,7 +92,7 @@ class TrainStep:
         self.mesh = mesh
         self.device = device
         self.spec: ModelSpec = model_spec(config.model, config.train.recompute)
-        self.kernels = choose_kernels(config.train, device)
+        self.kernels = choose_kernels(config.train, config.parallel, device)
         self.engine_config = transformer_config(
             config.model,
             config.parallel,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -15,6 +16,7 @@ from steptron.data.batch import MicroBatch
 from steptron.model.layer_spec import ModelSpec
 from steptron.model.parameter_shards import Place, shard
 from steptron.model.router import Router
+from steptron.parallel import buckets
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import Losses, TrainStep
 
@@ -98,8 +100,14 @@ def run(
     overrides: Sequence[str],
     steps: int,
     batches: list[MicroBatch] | None = None,
+    bucket_elements: int = buckets.BUCKET_ELEMENTS,
 ) -> Outcome:
     """Gradients at the initial parameters, and the parameters after some optimizer steps."""
+    with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements):
+        return _run(world_size, overrides, steps, batches)
+
+
+def _run(world_size: int, overrides: Sequence[str], steps: int, batches: list[MicroBatch] | None) -> Outcome:
     config = load(NANO, [*overrides, "data.sequence_length=48"]).config
     check(config, world_size)
     mesh = build_mesh(config.parallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from steptron.config.schema import ParallelConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.layer_spec import model_spec
 from steptron.model.stages import split_stages
-from steptron.parallel import gradient_buffer
+from steptron.parallel import buckets, gradient_buffer
+from steptron.parallel.factored_group import FactoredGroup
 from steptron.parallel.finalize import finalize_gradients
 from steptron.parallel.gradient_buffer import DataParallel, GradientBuffer
 from steptron.parallel.mesh import build_mesh
@@ -106,8 +108,8 @@ ORDERS = {
 
 def reduce_in_orders(rank: int, world_size: int, orders: list[list[int]], bucket_elements: int) -> dict[str, Any]:
     issued: list[int] = []
-    plain, size = dist.all_reduce, gradient_buffer._BUCKET_ELEMENTS
-    gradient_buffer._BUCKET_ELEMENTS = bucket_elements
+    plain, size = dist.all_reduce, buckets.BUCKET_ELEMENTS
+    buckets.BUCKET_ELEMENTS = bucket_elements
 
     def spy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         issued.append(tensor.numel())
@@ -132,7 +134,7 @@ def reduce_in_orders(rank: int, world_size: int, orders: list[list[int]], bucket
         return {"steps": steps, "buckets": len(buffer._buckets)}
     finally:
         # The worker serves other tests afterwards.
-        gradient_buffer.dist.all_reduce, gradient_buffer._BUCKET_ELEMENTS = plain, size
+        gradient_buffer.dist.all_reduce, buckets.BUCKET_ELEMENTS = plain, size
 
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
@@ -170,12 +172,12 @@ def test_reductions_start_during_the_backward(pool: WorkerPool) -> None:
 def reduce_model_in_small_buckets(
     rank: int, world_size: int, expert: int, bucket_elements: int
 ) -> dict[str, tuple[int, torch.Tensor]]:
-    size = gradient_buffer._BUCKET_ELEMENTS
-    gradient_buffer._BUCKET_ELEMENTS = bucket_elements
+    size = buckets.BUCKET_ELEMENTS
+    buckets.BUCKET_ELEMENTS = bucket_elements
     try:
         return reduce_model(rank, world_size, expert)
     finally:
-        gradient_buffer._BUCKET_ELEMENTS = size
+        buckets.BUCKET_ELEMENTS = size
 
 
 def reduce_model(rank: int, world_size: int, expert: int) -> dict[str, tuple[int, torch.Tensor]]:
@@ -322,3 +324,20 @@ def test_a_gradient_after_its_reduction_is_an_error(pool: WorkerPool) -> None:
     """It would be lost on some ranks and doubled on others, depending on who is faster."""
     for message in pool.run(2, late_gradient):
         assert "arrived after its bucket was reduced" in message
+
+
+def test_a_reduction_waits_for_every_stream_that_has_added_to_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared expert's gradients may come on a stream of its own; the reduction is started on another one."""
+    main, side = mock.Mock(name="main"), mock.Mock(name="side")
+    group = mock.Mock(spec=FactoredGroup)
+    group.size.return_value = 2
+    current = [side]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    parameters = make_parameters()
+    buffer = GradientBuffer(parameters, group)
+    buffer.data = mock.Mock(is_cuda=True, device="cuda")
+    backward(parameters, seed=1, order=[1, 2, 3, 4])
+    current[0] = main
+    backward(parameters, seed=1, order=[0])
+    group.reduce.assert_called_once()
+    assert mock.call(side) in main.wait_stream.call_args_list

@@ -221,12 +221,13 @@ def test_only_the_planned_rows_travel_in_the_keys_own_dtype(
         assert storages == 1, "all results are views of one buffer"
 
 
-def sum_of_gradients(rank: int, size: int, dtype: torch.dtype, terms: list[float]) -> float:
-    """The gradient of token 0's key where rank r's late range gives it terms[r]."""
+def sum_of_gradients(rank: int, size: int, dtype: torch.dtype, terms: list[float], early: float = 0.0) -> float:
+    """The gradient of token 0's key where rank r's late range gives it terms[r], and rank 0's early one ``early``."""
     length = 2 * size
     k = torch.zeros(2, 1, 1, 1, dtype=dtype, requires_grad=True)
     pairs = exchange_keys(k, torch.zeros_like(k), plan_exchange(length, size, rank, None), world())
-    (pairs[1][0][0] * terms[rank]).sum().backward()
+    late = (pairs[1][0][0] * terms[rank]).sum()
+    (late + (pairs[0][0][0] * early).sum() if rank == 0 else late).backward()
     assert k.grad is not None
     return float(k.grad[0])
 
@@ -234,6 +235,8 @@ def sum_of_gradients(rank: int, size: int, dtype: torch.dtype, terms: list[float
 def test_gradients_in_bf16_are_added_in_float32(pool: WorkerPool) -> None:
     # In bf16 256 + 1 is 256.
     assert pool.run(4, sum_of_gradients, torch.bfloat16, [256.0, 1.0, 1.0, 0.0])[0] == 258.0
+    # Both ranges of the owner's shard see the key too.
+    assert pool.run(2, sum_of_gradients, torch.bfloat16, [1.0, 1.0], 256.0)[0] == 258.0
 
 
 def test_gradients_are_added_rank_by_rank(pool: WorkerPool) -> None:

@@ -89,6 +89,61 @@ def test_layout_gives_the_numbers_of_one_process_with_adamw(pool: WorkerPool, na
     _assert_same_numbers(outcomes, one_process(pool, tuple(ADAMW)), 1e-4)
 
 
+@pytest.mark.parametrize("name", ["CP2xTP2, EP4 experts", "PP2xVPP2xCP2", "DP4 by nodes", "DP2xTP2, EP2 experts"])
+def test_many_small_buckets(pool: WorkerPool, name: str) -> None:
+    """Reductions then start while the backward still communicates in other groups."""
+    world_size, overrides = LAYOUTS[name]
+    outcomes = pool.run(world_size, layouts.run, [*overrides, RECOMPUTE, *SGD], 0, None, 3000)
+    _assert_same_numbers(outcomes, one_process(pool, tuple(SGD), 0), 0.0)
+
+
+OTHER_MODELS = {
+    "sinks, three MTP depths of which two train, post-norm chain, shared head": [
+        "model.layout=S3F1+heads+gate+sink",
+        "model.mtp={depths: 3, chain: post_norm, head: shared}",
+        "loss.mtp_train_depths=2",
+        "train.seed=11",
+    ],
+    "full attention, a frozen router, experts everywhere": [
+        "model.layout=FFFF",
+        "model.num_dense_layers=0",
+        "balance.freeze_router=true",
+        "train.seed=12",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ["TP2", "CP4", "PP2xVPP2xCP2", "CP2xTP2, EP4 experts"])
+@pytest.mark.parametrize("model", OTHER_MODELS)
+def test_other_models(pool: WorkerPool, model: str, name: str) -> None:
+    world_size, overrides = LAYOUTS[name]
+    settings = [*SGD, *OTHER_MODELS[model]]
+    outcomes = pool.run(world_size, layouts.run, [*overrides, *settings], 0)
+    _assert_same_numbers(outcomes, one_process(pool, tuple(settings), 0), 0.0)
+
+
+@pytest.mark.parametrize("name", ["TP2", "CP4", "PP2xVPP2xCP2", "TP2xEP2 allgather"])
+def test_bf16_is_as_close_to_fp32_as_on_one_process(pool: WorkerPool, name: str) -> None:
+    """Without experts, whose selection a rounding may change; replicas are bit-equal."""
+    settings = [
+        *SGD,
+        "model.num_dense_layers=9",
+        "model.clamp={routed: {}, shared: {8: 1.5}}",
+        "balance.ep_groups=null",
+    ]
+    world_size, overrides = LAYOUTS[name]
+    overrides = [override for override in overrides if "expert" not in override and "dispatcher" not in override]
+    (exact,) = pool.run(1, layouts.run, settings, 0)
+    narrow = [*settings, "train.precision=bf16"]
+    (alone,) = pool.run(1, layouts.run, narrow, 0)
+    expected, one = assemble([exact.gradients]), assemble([alone.gradients])
+    own = assemble([outcome.gradients for outcome in pool.run(world_size, layouts.run, [*overrides, *narrow], 0)])
+    distances = {
+        name: [float((gradients[name].float() - expected[name]).norm()) for gradients in (own, one)] for name in own
+    }
+    assert {name: pair for name, pair in distances.items() if pair[0] > 2 * pair[1] + 1e-6} == {}
+
+
 def test_recomputation_is_bit_identical(pool: WorkerPool) -> None:
     (outcome,) = pool.run(1, layouts.run, [RECOMPUTE, *SGD], STEPS)
     _assert_identical([outcome], one_process(pool, tuple(SGD)))

@@ -8,9 +8,7 @@ import pytest
 
 from benchmarks import layouts
 from steptron.config.loader import load
-from steptron.parallel import gradient_buffer
 from steptron.parallel.traffic import CommunicationVolume, Kind, Traffic
-from steptron.planning import communication
 from steptron.planning.communication import step_communication
 from steptron.planning.placement import placement
 from tests.worker_pool import WorkerPool
@@ -115,13 +113,6 @@ def test_nodes_leave_a_node_th_between_them() -> None:
     assert factored.traffic["dp_cp.intra", Kind.REDUCE_SCATTER].payload == whole
     # What crosses the node's border in an all-reduce of 2 nodes: an eighth of the buffer, there and back.
     assert factored.traffic["dp_cp.inter", Kind.ALL_REDUCE].wire == whole / 8
-
-
-def test_buckets() -> None:
-    size = gradient_buffer._BUCKET_ELEMENTS
-    assert size == communication._BUCKET_ELEMENTS
-    assert list(communication._buckets([5, size, 3, size - 3, 1])) == [size + 1, size, 5]
-    assert list(communication._buckets([])) == []
 
 
 def test_micro_batches_follow_from_the_batch() -> None:

@@ -265,17 +265,25 @@ def groups_of(layout: ParallelConfig) -> dict[str, dist.ProcessGroup]:
     # After start, so that Megatron-Core is imported with its CPU compatibility in place.
     from steptron.parallel.mesh import build_mesh
 
-    groups = build_mesh(layout).groups
+    mesh = build_mesh(layout)
+    groups = mesh.groups
     assert dist.group.WORLD is not None
-    return {
+    by_name = {
         "world": dist.group.WORLD,
         "pipeline": groups.pp,
+        "first and last stage": groups.embd,
         "tensor": groups.tp,
         "context": groups.cp,
+        "tensor x context": groups.tp_cp,
         "data": groups.dp,
+        "context x data": groups.dp_cp,
+        "tensor x context x data": groups.tp_dp_cp,
         "expert": groups.ep,
         "expert-data": groups.expt_dp,
     }
+    for name, factored in mesh.by_node.items():
+        by_name |= {f"{name} within nodes": factored.intra, f"{name} between nodes": factored.inter}
+    return {name: group for name, group in by_name.items() if group is not None}
 
 
 def _links(found: Sequence[Sequence[Sequence[Any]]]) -> list[links.Link]:
