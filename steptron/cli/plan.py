@@ -141,8 +141,9 @@ def _print_sizes(console: Console, config: PretrainConfig, place: Placement, mic
         f"context {place.context} x data {place.data:,}; experts expert {place.expert} x expert-data "
         f"{place.expert_data:,}"
     )
+    ramp = f" (from {train.batch_ramp.start:,}, when ranks wait longer)" if train.batch_ramp is not None else ""
     console.print(
-        f"step: {train.global_batch_size:,} sequences of {length:,} tokens, {micro_batches} micro-batches of "
+        f"step: {train.global_batch_size:,} sequences{ramp} of {length:,} tokens, {micro_batches} micro-batches of "
         f"{train.micro_batch_size} per rank; {train.precision}, {config.optimizer.name}"
     )
 
@@ -193,7 +194,7 @@ def _print_volumes(console: Console, layout: LayoutPlan) -> None:
     keys = dict.fromkeys(key for rank in layout.ranks for key in rank.communication.traffic)
     if not keys:
         return
-    table = _table("\nCommunication of a step per rank, GiB handed to collectives, by pipeline rank")
+    table = _table("\nCommunication of a step, GiB that the first rank of each pipeline rank hands to collectives")
     table.add_column("group")
     table.add_column("kind")
     for rank in layout.ranks:

@@ -118,7 +118,7 @@ class Pretraining:
         consumed = self.progress.consumed_sequences, self.batches.consumed_after(config.train.steps)
         if missing := len(self.train_data.missing_order_files(*consumed)):
             lines.append(
-                f"orders    {missing} are not in data.index_cache: one process builds each when it is needed while others "
+                f"orders    {missing} are not in data.index_cache: one process builds each when needed while others "
                 "wait; `steptron data build-index` builds them ahead"
             )
         if self.device.type == "cpu":

@@ -336,7 +336,11 @@ def test_a_dataset_that_is_damaged_is_no_source_of_orders(folder: Path, tmp_path
 
 
 def test_a_mask_of_other_lengths_is_found_before_building(folder: Path, tmp_path: Path) -> None:
-    records: list[dict[str, object]] = [{"text": "say nothing", "masked_spans": [[4, 11]]}, {"text": "more"}, {"text": "and more"}]
+    records: list[dict[str, object]] = [
+        {"text": "say nothing", "masked_spans": [[4, 11]]},
+        {"text": "more"},
+        {"text": "and more"},
+    ]
     copy = build_small(tmp_path, "d", records)
     index = copy / "train.loss_mask.idx"
     lengths_D = np.frombuffer(index.read_bytes(), "<i4", 3, 34)
