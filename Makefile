@@ -108,7 +108,7 @@ quickstart: setup ## text -> tokenizer -> pre-training of a small model -> gener
 test: setup ## run the test suite
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-py312: ## the quickstart's smoke test with Python 3.12 and Megatron-Core 0.19.2, in .venv312
+test-py312: ## the quickstart's smoke test and some layouts with Python 3.12 and Megatron-Core 0.19.2, in .venv312
 	@$(MAKE) --no-print-directory setup VENV=.venv312 PYTHON='$(PYTHON312)' WANT=3.12 SETTING=PYTHON312
 	.venv312/bin/python -m pytest -m py312 $(PYTEST_ARGS)
 
