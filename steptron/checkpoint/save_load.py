@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 import steptron
 from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, prune
@@ -62,7 +63,10 @@ def save(
     try:
         with _results_in_this_process():
             dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
-    except Exception as error:  # the writers' failures come in many forms: a full disk, a lost folder
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # the writers' failures come in many forms: a full disk, a lost folder
         raise UserError(f"checkpoint not written: {temporary}: {error}") from error
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -101,7 +105,10 @@ def _load_into(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTenso
     targets = {key: sharded.data for key, sharded in tensors.items()}
     try:
         loaded = dist_checkpointing.load(dict(tensors), str(folder))
-    except Exception as error:  # a truncated or missing shard shows in as many ways as there are readers
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # a truncated or missing shard shows in as many ways as there are readers
         raise UserError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
     for key, target in targets.items():
         target.copy_(loaded[key])
@@ -110,7 +117,7 @@ def _load_into(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTenso
 def _check_matches(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTensor]) -> None:
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     problems = []
     for key, tensor in tensors.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -251,7 +252,7 @@ def plan_rank(config: PretrainConfig, world_size: int, rank: int, assumed: Assum
         )
         for held in place.held(rank)
     )
-    unit = place.tensor * (2 * place.context if place.context > 1 else 1)
+    unit = place.tensor if place.context == 1 else math.lcm(2 * place.context, place.context * place.tensor)
     padding = {
         "tokens per sequence": -config.data.sequence_length % unit,
         "rows of the vocabulary per rank": -config.model.vocab_size % place.tensor,

@@ -124,7 +124,11 @@ def _chunks(config: PretrainConfig, mesh: Mesh) -> Iterator[BuiltChunk]:
     from steptron.model.transformer_config import DTYPES, transformer_config
     from steptron.parallel.gradient_buffer import DataParallel
 
-    engine = transformer_config(config.model, config.parallel, DTYPES[config.train.precision])
+    parallel = config.parallel
+    if parallel.dispatcher == "flex":
+        # Holds no parameters, and cannot be made where DeepEP is not installed.
+        parallel = parallel.model_copy(update={"dispatcher": "alltoall"})
+    engine = transformer_config(config.model, parallel, DTYPES[config.train.precision])
     with torch.device("meta"):
         chunks = build_chunks(config, model_spec(config.model), engine, mesh)
     for chunk, module in enumerate(chunks):

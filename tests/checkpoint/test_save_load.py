@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,18 @@ def save_into_a_file(rank: int, world_size: int, output: Path) -> str:
 def test_an_unwritable_folder_is_reported_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
     for text in pool.run(2, save_into_a_file, tmp_path / "occupied"):
         assert text.startswith("checkpoint not written: ") and str(tmp_path / "occupied") in text
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_damaged_shard_is_named_on_every_rank(
+    pool: WorkerPool, checkpoint: Path, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(checkpoint, folder)
+    shard = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:1000])
+    else:
+        shard.unlink()
+    for message in pool.run(2, failing_load, folder, ["parallel.tensor=2"]):
+        assert message.startswith(f"{folder} cannot be loaded"), message

@@ -148,3 +148,16 @@ def test_json_that_cannot_be_written(tmp_path: Path) -> None:
     result = plan(NANO, "--json", tmp_path / "nowhere" / "plan.json")
     assert result.exit_code == 2
     assert "cannot be written: No such file or directory" in result.stderr
+
+
+def test_sequences_are_shared_in_the_unit_that_the_checks_ask_for() -> None:
+    result = plan(NANO, "parallel.tensor=2", "parallel.context=2", "data.sequence_length=12", "--rank", "3")
+    assert result.exit_code == 0, result.output
+    assert "units of 4 tokens. Padding: tokens per sequence 0" in result.output
+
+
+def test_a_rank_with_deep_ep_is_built_where_it_is_not_installed() -> None:
+    flex = ["parallel.expert=2", "parallel.dispatcher=flex", "train.precision=bf16"]
+    result = plan(NANO, *flex, "--device", "cuda", "--rank", "1")
+    assert result.exit_code == 0, result.output
+    assert "experts expert 2" in result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from steptron.config.loader import load
 from steptron.config.schema import PretrainConfig
@@ -12,6 +13,14 @@ from steptron.planning.rank import BuiltRank, build_rank
 from tests.planning.layouts import CONFIGS, FLASH, RANKS, WORLD_SIZE, long_context, report
 
 _BUCKET = 1 << 24
+
+
+@pytest.fixture(autouse=True)
+def no_process_group() -> None:
+    """Leaves the group of one that tests of the model keep in this process; they make it anew."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["report", "long context"])

@@ -271,7 +271,6 @@ def groups_of(layout: ParallelConfig) -> dict[str, dist.ProcessGroup]:
     by_name = {
         "world": dist.group.WORLD,
         "pipeline": groups.pp,
-        "first and last stage": groups.embd,
         "tensor": groups.tp,
         "context": groups.cp,
         "tensor x context": groups.tp_cp,
@@ -282,8 +281,9 @@ def groups_of(layout: ParallelConfig) -> dict[str, dist.ProcessGroup]:
         "expert-data": groups.expt_dp,
     }
     for name, factored in mesh.by_node.items():
-        by_name |= {f"{name} within nodes": factored.intra, f"{name} between nodes": factored.inter}
-    return {name: group for name, group in by_name.items() if group is not None}
+        factors = {f"{name} within nodes": factored.intra, f"{name} between nodes": factored.inter}
+        by_name |= {label: group for label, group in factors.items() if group is not None}
+    return by_name
 
 
 def _links(found: Sequence[Sequence[Sequence[Any]]]) -> list[links.Link]:

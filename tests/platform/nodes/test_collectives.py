@@ -30,9 +30,11 @@ def test_all_groups_of_a_layout_are_right(pool: WorkerPool) -> None:
         ("world, 4 processes", "ok"),
         ("pipeline, 2 of 2", "ok"),
         ("data, 2 of 2", "ok"),
+        ("context x data, 2 of 2", "ok"),
+        ("tensor x context x data, 2 of 2", "ok"),
         ("expert, 2 of 2", "ok"),
     ]
-    assert all(len(own["groups"]) == 4 and own["faults"] == [] for own in results)
+    assert all(len(own["groups"]) == 6 and own["faults"] == [] for own in results)
 
 
 def _wrong_sum(value: torch.Tensor, group: dist.ProcessGroup) -> None:
