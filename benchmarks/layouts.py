@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.harness import print_result, print_table
-from steptron.config.checks import check, data_parallel_size
+from steptron.config.checks import check
 from steptron.config.loader import load
 from steptron.parallel.traffic import CommunicationVolume
 from steptron.planning.communication import step_communication
@@ -27,7 +27,6 @@ from steptron.planning.placement import placement
 
 if TYPE_CHECKING:
     from steptron.config.schema import PretrainConfig
-    from steptron.data.batch import MicroBatch
 
 NANO = Path(__file__).resolve().parents[1] / "configs" / "pretrain" / "nano.yaml"
 COMMON = ["data.sequence_length=64", "train.global_batch_size=8", "train.micro_batch_size=1"]
@@ -80,6 +79,7 @@ def count(rank: int, world_size: int, overrides: Sequence[str]) -> Communication
     """Trains two steps inside the initialised default group; what this rank communicated in the second."""
     import torch
 
+    from benchmarks.batches import random_batches
     from steptron.parallel.mesh import build_mesh
     from steptron.profiling.communication import CommunicationCounter, group_names
     from steptron.train.step import TrainStep
@@ -90,7 +90,7 @@ def count(rank: int, world_size: int, overrides: Sequence[str]) -> Communication
     for name, group in mesh.by_node.items():
         names |= group.group_names(name)
     step = TrainStep(config, mesh, torch.device("cpu"))
-    batches = _batches(config, world_size, mesh.data_rank)
+    batches = random_batches(config, mesh)
     step.run(batches, 1e-4, 1e-3)
     with CommunicationCounter(names) as counter:
         step.run(batches, 1e-4, 1e-3)
@@ -102,27 +102,6 @@ def formula(world_size: int, overrides: Sequence[str]) -> list[CommunicationVolu
     config = configuration(world_size, overrides)
     placed = placement(config, world_size)
     return [step_communication(config, placed, rank) for rank in range(world_size)]
-
-
-def _batches(config: PretrainConfig, world_size: int, data_rank: int) -> list[MicroBatch]:
-    import torch
-
-    from steptron.data.batch import MicroBatch
-
-    size, length = config.train.micro_batch_size, config.data.sequence_length
-    number = config.train.global_batch_size // (size * data_parallel_size(config.parallel, world_size))
-    generator = torch.Generator().manual_seed(data_rank)
-    streams = torch.randint(0, config.model.vocab_size, (number, size, length + 1), generator=generator)
-    return [
-        MicroBatch(
-            tokens_BS=stream[:, :-1].contiguous(),
-            labels_BS=stream[:, 1:].contiguous(),
-            loss_mask_BS=torch.ones(size, length, dtype=torch.bool),
-            positions_BS=torch.arange(length).repeat(size, 1),
-            documents_BS=torch.zeros(size, length, dtype=torch.int64),
-        )
-        for stream in streams
-    ]
 
 
 def _serve(rank: int, folder: str, names: list[str], results: multiprocessing.Queue[Result]) -> None:

@@ -30,8 +30,6 @@ from steptron.planning.placement import placement
 
 if TYPE_CHECKING:
     from steptron.config.schema import PretrainConfig
-    from steptron.data.batch import MicroBatch
-    from steptron.parallel.mesh import Mesh
     from steptron.profiling.memory import Change
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "pretrain"
@@ -98,6 +96,7 @@ def measure(rank: int, world_size: int, preset: str, overrides: list[str]) -> Pe
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from benchmarks.batches import random_batches
     from steptron.parallel.mesh import build_mesh
     from steptron.profiling.memory import read_changes
     from steptron.train.step import TrainStep
@@ -106,7 +105,7 @@ def measure(rank: int, world_size: int, preset: str, overrides: list[str]) -> Pe
     mesh = build_mesh(config.parallel)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step = TrainStep(config, mesh, torch.device("cpu"))
-        batches = make_batches(config, mesh)
+        batches = random_batches(config, mesh)
         step.run(batches, 1e-4, 1e-3)
         start = time.time_ns()
         step.run(batches, 1e-4, 1e-3)
@@ -152,29 +151,6 @@ def _peak(changes: list[Change], start_ns: int) -> Peak:
 
 def _operator(block: Change) -> str:
     return next((name for name in block.inside if name.startswith("steptron")), block.inside[0] if block.inside else "")
-
-
-def make_batches(config: PretrainConfig, mesh: Mesh) -> list[MicroBatch]:
-    """Random micro-batches of one document per row, as many as a step of this data-parallel rank takes."""
-    import torch
-
-    from steptron.data.batch import MicroBatch
-
-    size, length = config.train.micro_batch_size, config.data.sequence_length
-    generator = torch.Generator().manual_seed(mesh.data_rank)
-    batches = []
-    for _ in range(config.train.global_batch_size // (size * mesh.data_size)):
-        stream = torch.randint(0, config.model.vocab_size, (size, length + 1), generator=generator)
-        batches.append(
-            MicroBatch(
-                tokens_BS=stream[:, :-1].contiguous(),
-                labels_BS=stream[:, 1:].contiguous(),
-                loss_mask_BS=torch.ones(size, length, dtype=torch.bool),
-                positions_BS=torch.arange(length).repeat(size, 1),
-                documents_BS=torch.zeros(size, length, dtype=torch.int64),
-            )
-        )
-    return batches
 
 
 def estimate(preset: str, world_size: int, overrides: list[str], rank: int) -> RankMemory:

@@ -32,6 +32,10 @@ from steptron.platform.distributed import on_first_rank
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
 """Copied from the training data, so that a checkpoint is enough to write text."""
 
+_FAILURES = (Exception, CheckpointException)
+"""A full disk, a lost folder, a truncated or missing shard show in as many forms as there are writers and readers;
+torch's own, which gathers those of all ranks, is no ``Exception``."""
+
 
 def save(
     config: PretrainConfig,
@@ -63,10 +67,7 @@ def save(
     try:
         with _results_in_this_process():
             dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # the writers' failures come in many forms: a full disk, a lost folder
+    except _FAILURES as error:
         raise UserError(f"checkpoint not written: {temporary}: {error}") from error
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -105,10 +106,7 @@ def _load_into(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTenso
     targets = {key: sharded.data for key, sharded in tensors.items()}
     try:
         loaded = dist_checkpointing.load(dict(tensors), str(folder))
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # a truncated or missing shard shows in as many ways as there are readers
+    except _FAILURES as error:
         raise UserError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
     for key, target in targets.items():
         target.copy_(loaded[key])
@@ -117,7 +115,7 @@ def _load_into(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTenso
 def _check_matches(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTensor]) -> None:
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
-    except (Exception, CheckpointException) as error:
+    except _FAILURES as error:
         raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     problems = []
     for key, tensor in tensors.items():

@@ -212,7 +212,7 @@ def _print_volumes(console: Console, layout: LayoutPlan) -> None:
 
 def _print_rank(console: Console, config: PretrainConfig, one: RankPlan, assumed: Assumptions) -> None:
     place, built = one.placement, one.built
-    micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * place.data)
+    micro_batches = config.train.micro_batches(place.data)
     _print_sizes(console, config, place, micro_batches)
     own = built.coordinates
     console.print(

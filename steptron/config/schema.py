@@ -410,6 +410,10 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="progress records")
 
+    def micro_batches(self, data_ranks: int) -> int:
+        """Micro-batches of each of ``data_ranks`` data-parallel ranks in a step at the full batch size."""
+        return self.global_batch_size // (self.micro_batch_size * data_ranks)
+
 
 class PretrainConfig(Section):
     """The whole configuration of `steptron pretrain`."""

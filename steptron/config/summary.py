@@ -10,7 +10,7 @@ def summary(config: PretrainConfig, processes: int) -> list[str]:
     """Model, layout, batch and training of a checked configuration, a line each."""
     model, parallel, train = config.model, config.parallel, config.train
     ranks = data_parallel_size(parallel, processes)
-    micro_batches = train.global_batch_size // (train.micro_batch_size * ranks)
+    micro_batches = train.micro_batches(ranks)
     ramp = f" (from {train.batch_ramp.start:,})" if train.batch_ramp is not None else ""
     return [
         f"model     {model.num_layers} layers, {model.mtp.depths} MTP, hidden {model.hidden_size}, "

@@ -10,7 +10,7 @@ from steptron.config.schema import PretrainConfig
 from steptron.model.assembly import StepModel
 from steptron.model.layer_spec import ModelSpec
 from steptron.model.router import Router
-from steptron.model.stages import chunks_of, split_stages
+from steptron.model.stages import chunks_of, stages_of
 from steptron.model.transformer_config import StepConfig
 from steptron.parallel.mesh import Mesh
 
@@ -70,9 +70,7 @@ def build_chunks(config: PretrainConfig, spec: ModelSpec, engine: StepConfig, me
         engine: Megatron-Core's configuration.
         mesh: the process groups.
     """
-    parallel = config.parallel
-    num_stages = parallel.pipeline * parallel.virtual_pipeline
-    stages = split_stages(config.model.num_layers, num_stages, parallel.pipeline_layout)
+    stages = stages_of(config.model, config.parallel)
     return ModelChunks(
         [
             StepModel(

@@ -7,6 +7,7 @@ No torch here: specs can be read anywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -85,10 +86,7 @@ class ParameterSpec:
 
     @property
     def size(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ initialisation, checkpoints, the planner and the optimizer's table read it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -91,10 +92,7 @@ class ParameterShard:
 
     @property
     def size(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
 
 
 def shard(parameter: ParameterSpec, place: Place) -> ParameterShard:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steptron.config.pipeline_layout import parse_pipeline_layout
+from steptron.config.schema import ModelConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ def split_stages(num_layers: int, num_stages: int, layout: str | None = None) ->
         stages.append(Stage(tuple(range(start, start + size)), stage == 0, stage == num_stages - 1))
         start += size
     return stages
+
+
+def stages_of(model: ModelConfig, parallel: ParallelConfig) -> list[Stage]:
+    """The pipeline x virtual_pipeline stages of a checked configuration."""
+    return split_stages(model.num_layers, parallel.pipeline * parallel.virtual_pipeline, parallel.pipeline_layout)
 
 
 def chunks_of(stages: Sequence[Stage], pipeline_rank: int, pipeline_size: int) -> list[Stage]:

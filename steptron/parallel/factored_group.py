@@ -102,14 +102,6 @@ class FactoredGroup:
             self.inter.group_name: f"{name}.{Factor.INTER}",
         }
 
-    def all_reduce(self, tensor: torch.Tensor, async_op: bool = False) -> Reduction | None:
-        """Adds up a tensor over the whole group, in place and in its own dtype; see :meth:`reduce`."""
-        reduction = self.reduce(tensor)
-        if async_op:
-            return reduction
-        reduction.wait()
-        return None
-
     def reduce(self, data: torch.Tensor) -> Reduction:
         """Starts to add up a tensor over the whole group, in place.
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from steptron.config.checks import data_parallel_size
 from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import AttentionSpec, LayerSpec, MoeFfnSpec, ParameterRole
 from steptron.model.parameter_shards import Cut, cut_of
@@ -86,8 +85,7 @@ def step_communication(
         ValueError: there is no such rank, or nodes (``parallel.node_size``) share a data-parallel group unevenly.
     """
     if micro_batches is None:
-        ranks = data_parallel_size(config.parallel, placement.world_size)
-        micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * ranks)
+        micro_batches = config.train.micro_batches(placement.data)
     formula = _Formula(config, placement, rank)
     per_micro_batch = formula.volume(message for stage in formula.stages for message in formula.micro_batch(stage))
     per_step = formula.volume(formula.step())

@@ -122,7 +122,7 @@ def rank_memory(config: PretrainConfig, placement: Placement, rank: int, assumed
     moments = 2 if config.optimizer.name == "adamw" else 0
     masters = 1 if train.precision == "bf16" else 0
     num_trained = sum(part.shard.size for part in trained)
-    micro_batches = train.global_batch_size // (train.micro_batch_size * placement.data)
+    micro_batches = train.micro_batches(placement.data)
     work = workload(config, placement, own.context, assumed)
     fixed = RankMemory(
         parameters=sum(

@@ -17,7 +17,7 @@ from steptron.config.checks import smallest_world_size
 from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import ModelSpec, ParameterSpec, model_spec
 from steptron.model.parameter_shards import Cut, ParameterShard, Place, cut_of, shard
-from steptron.model.stages import Stage, chunks_of, split_stages
+from steptron.model.stages import Stage, chunks_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,9 @@ def placement(config: PretrainConfig, world_size: int | None = None) -> Placemen
         world_size: number of processes; the fewest that the layout takes when None.
     """
     parallel = config.parallel
-    stages = split_stages(
-        config.model.num_layers, parallel.pipeline * parallel.virtual_pipeline, parallel.pipeline_layout
-    )
     return Placement(
         spec=model_spec(config.model, config.train.recompute),
-        stages=tuple(stages),
+        stages=tuple(stages_of(config.model, parallel)),
         mtp_depths=config.loss.mtp_train_depths,
         world_size=smallest_world_size(parallel) if world_size is None else world_size,
         pipeline=parallel.pipeline,

@@ -202,8 +202,8 @@ def check_elsewhere(config: PretrainConfig, world_size: int, assumed: Assumption
 def plan_layout(config: PretrainConfig, world_size: int, assumed: Assumptions) -> LayoutPlan:
     """Computes the figures of a checked configuration's layout."""
     place = placement(config, world_size)
-    train, length = config.train, config.data.sequence_length
-    micro_batches = train.global_batch_size // (train.micro_batch_size * place.data)
+    length = config.data.sequence_length
+    micro_batches = config.train.micro_batches(place.data)
     flops = [stage_forward_flops(place.spec, stage, length, place.mtp_depths) for stage in place.stages]
     chunks = len(place.stages) // place.pipeline
     idle = idle_share([flops[rank :: place.pipeline] for rank in range(place.pipeline)], micro_batches)

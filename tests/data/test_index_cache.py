@@ -36,18 +36,6 @@ from tests.parallel.layouts import NANO
 from tests.worker_pool import WorkerPool
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Datasets `a` (with masked spans) and `b`, with validation splits."""
-    path = tmp_path_factory.mktemp("datasets")
-    records: list[dict[str, object]] = [{"text": text} for text in varied_texts(60)]
-    for record in records[::3]:
-        record["masked_spans"] = [[0, 2]]
-    build_small(path, "a", records, validation_fraction=0.3)
-    build_small(path, "b", [{"text": text[::-1]} for text in varied_texts(40)], validation_fraction=0.3)
-    return path
-
-
 def _data(folder: Path, cache: Path | None, **settings: object) -> DataConfig:
     datasets = [DatasetConfig(path=folder / "a", weight=3.0), DatasetConfig(path=folder / "b")]
     return DataConfig(train=datasets, index_cache=cache, **{"sequence_length": 16, "seed": 7, **settings})  # type: ignore[arg-type]

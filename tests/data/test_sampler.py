@@ -23,18 +23,6 @@ from tests.data.corpora import TEXTS, build_small, varied_texts
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Datasets `a` (with masked spans) and `b`, with validation splits."""
-    path = tmp_path_factory.mktemp("datasets")
-    records: list[dict[str, object]] = [{"text": text} for text in varied_texts(60)]
-    for record in records[::3]:
-        record["masked_spans"] = [[0, 2]]
-    build_small(path, "a", records, validation_fraction=0.3)
-    build_small(path, "b", [{"text": text[::-1]} for text in varied_texts(40)], validation_fraction=0.3)
-    return path
-
-
 def _data(datasets: list[DatasetConfig], **settings: object) -> DataConfig:
     return DataConfig(train=datasets, **{"sequence_length": 16, "seed": 7, **settings})  # type: ignore[arg-type]
 

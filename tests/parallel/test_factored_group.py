@@ -35,7 +35,7 @@ def _sums(rank: int, size: int, node_size: int, dtype: torch.dtype) -> list[torc
     reductions = [group.reduce(tensor) for tensor in tensors[:-1]]
     for index in (2, 0, 4, 1, 3):
         reductions[index].wait()
-    group.all_reduce(tensors[-1])
+    group.reduce(tensors[-1]).wait()
     return tensors
 
 
@@ -138,7 +138,7 @@ def _strided(rank: int, size: int, parts: list[list[int]], node_size: int) -> tu
     (mine,) = (group for group, ranks in zip(groups, parts, strict=True) if rank in ranks)
     group = FactoredGroup(mine, node_size, TIMEOUT)
     tensor = torch.arange(5.0) + 10**rank
-    group.all_reduce(tensor)
+    group.reduce(tensor).wait()
     factors = [[] if g is None else dist.get_process_group_ranks(g) for g in (group.intra, group.inter)]
     assert (group.size(), group.rank()) == (mine.size(), mine.rank())
     return tensor.tolist(), factors[0], factors[1]
@@ -179,7 +179,7 @@ def _alone(rank: int, size: int) -> str:
     dist.barrier()
     if rank == 0:
         try:
-            group.all_reduce(torch.ones(3))
+            group.reduce(torch.ones(3)).wait()
         except RuntimeError as error:
             return str(error)
     return ""
