@@ -326,7 +326,12 @@ def _tensor(model: ModelConfig, tensor: int) -> Iterator[str]:
     """What tensor-parallel ranks cut must divide."""
     if tensor == 1:
         return
-    cut = {"model.vocab_size": model.vocab_size}
+    if model.vocab_size <= (tensor - 1) * -(-model.vocab_size // tensor):
+        yield (
+            f"model.vocab_size ({model.vocab_size}) is too small for parallel.tensor ({tensor}): in parts of "
+            f"{-(-model.vocab_size // tensor)} rows nothing is left for the last rank"
+        )
+    cut = {}
     groups = {}
     try:
         _, options = parse_layout(model.layout)
@@ -628,6 +633,12 @@ def _index_cache(folder: Path | None) -> Iterator[str]:
 
 
 def _data_folders(config: PretrainConfig) -> Iterator[str]:
+    weights = config.train.initial_weights
+    if weights is not None and not os.path.isdir(weights):
+        yield (
+            f"train.initial_weights ({weights}) is not a folder: it takes a checkpoint, a run's folder or a released "
+            "model's folder"
+        )
     for split in ("train", "validation"):
         for index, dataset in enumerate(getattr(config.data, split)):
             if not os.path.isdir(dataset.path):  # Path.is_dir raises for some names, such as too long ones

@@ -20,6 +20,7 @@ from steptron.model.linear import column_parallel, leave_uninitialised
 from steptron.model.moe import MoeFfn
 from steptron.model.mtp import MtpDepth, mtp_loss_mask
 from steptron.model.norm import build_norm
+from steptron.model.parameter_shards import vocabulary_rows
 from steptron.model.router import Router
 from steptron.model.sequence import SequenceContext, shift_left
 from steptron.model.stages import Stage
@@ -70,11 +71,12 @@ class StepModel(MegatronModule):
         self.stage = stage
         self._groups = groups
         self.mtp_depths = len(spec.mtp) if mtp_depths is None else mtp_depths
+        self._padded_vocabulary = groups.tp.size() * vocabulary_rows(spec.vocab_size, groups.tp.size())
         runs_mtp = stage.is_last and self.mtp_depths > 0
         self.embedding_is_copy = runs_mtp and not stage.is_first
         if stage.is_first or runs_mtp:
             self.embedding = VocabParallelEmbedding(
-                spec.vocab_size,
+                self._padded_vocabulary,
                 spec.hidden_size,
                 init_method=leave_uninitialised,
                 reduce_scatter_embeddings=config.sequence_parallel,
@@ -86,14 +88,16 @@ class StepModel(MegatronModule):
         )
         if stage.is_last:
             self.final_norm = build_norm(spec.hidden_size, spec.norm_eps, config)
-            self.head = column_parallel(spec.hidden_size, spec.vocab_size, config, groups.tp)
+            self.head = column_parallel(spec.hidden_size, self._padded_vocabulary, config, groups.tp)
             self.mtp = torch.nn.ModuleList(MtpDepth(depth, config, groups) for depth in spec.mtp)
             self.mtp[self.mtp_depths :].requires_grad_(False)
         if freeze_router:
             for router in self.routers().values():
                 router.requires_grad_(False)
         self._cross_entropy = (
-            functools.partial(plain_linear_cross_entropy.linear_cross_entropy, group=groups.tp)
+            functools.partial(
+                plain_linear_cross_entropy.linear_cross_entropy, group=groups.tp, vocab_size=spec.vocab_size
+            )
             if groups.tp.size() > 1
             else config.kernels.linear_cross_entropy
         )

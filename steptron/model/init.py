@@ -66,13 +66,16 @@ def _initialise_matrix(
     if std == 0.0:
         tensor[rows].zero_()
     elif parameter.is_expert:
-        first = part.index * tensor.shape[0]
+        first, _ = part.range
         for local, values in enumerate(tensor[:, rows]):
             values.copy_(_draw(values.shape, std, seed, f"{name}[{first + local}]"))
     else:
         start, stop = part.matrix.rows
         whole = _draw((stop - start, *parameter.shape[1:]), std, seed, name)
-        tensor[rows].copy_(whole.chunk(part.count, dim=part.axis)[part.index])
+        first, last = part.range
+        tensor[rows].copy_(whole.narrow(part.axis, first, last - first))
+        if not part.is_even:
+            tensor[rows.stop :].zero_()
 
 
 def _draw(shape: Sequence[int], std: float, seed: int, name: str) -> torch.Tensor:

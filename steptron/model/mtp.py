@@ -11,6 +11,7 @@ from steptron.model.block import TransformerLayer
 from steptron.model.layer_spec import MtpSpec
 from steptron.model.linear import Linear, column_parallel
 from steptron.model.norm import build_norm
+from steptron.model.parameter_shards import vocabulary_rows
 from steptron.model.sequence import SequenceContext, shift_left
 from steptron.model.transformer_config import StepConfig
 
@@ -30,7 +31,8 @@ class MtpDepth(MegatronModule):
         self.projection = Linear(2 * hidden, hidden, config)
         self.layer = TransformerLayer(spec.layer, config, groups)
         self.final_norm = build_norm(hidden, eps, config)
-        self.head = column_parallel(hidden, spec.vocab_size, config, groups.tp) if spec.own_head else None
+        padded_vocabulary = groups.tp.size() * vocabulary_rows(spec.vocab_size, groups.tp.size())
+        self.head = column_parallel(hidden, padded_vocabulary, config, groups.tp) if spec.own_head else None
 
     def forward(
         self, embedding_SBH: torch.Tensor, hidden_SBH: torch.Tensor, sequence: SequenceContext

@@ -1,8 +1,10 @@
 """Which part of each parameter a rank holds: rows or columns over tensor parallelism, experts over expert parallelism.
 
 Every logical matrix is cut on its own, so that the fused input projection of a rank is [query; key; value;
-gate] of its heads, and gate_up is [gate; up] of its columns. Plain data, no torch: the model's
-initialisation, checkpoints, the planner and the optimizer's table read it.
+gate] of its heads, and gate_up is [gate; up] of its columns. Where the vocabulary does not divide, every rank's
+embedding and output matrices have as many rows as the largest part needs; the rows that are left over at the end
+are zeros that nothing reads. Plain data, no torch: the model's initialisation, checkpoints, the planner and the
+optimizer's table read it.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ _ROWS = frozenset(
         ParameterRole.SHARED_UP,
     }
 )
+_VOCABULARY = frozenset({ParameterRole.EMBEDDING, ParameterRole.HEAD})
 _COLUMNS = frozenset({ParameterRole.ATTENTION_OUTPUT, ParameterRole.FFN_DOWN, ParameterRole.SHARED_DOWN})
 
 
@@ -70,9 +73,11 @@ class MatrixShard:
 
     Attributes:
         matrix: the whole matrix.
-        rows: slice of the local tensor's row axis (axis 0; axis 1 of stacked experts).
-        axis, index, count: the part is number ``index`` of ``count`` equal ones along ``axis`` of the matrix
-            (of stacked experts: of the stack).
+        rows: slice of the local tensor's row axis (axis 0; axis 1 of stacked experts); without padding.
+        axis, index, count: the part is number ``index`` of ``count`` along ``axis`` of the matrix (of stacked
+            experts: of the stack). They are equal, but for the last ones of a vocabulary that does not divide.
+        range: the part's run along that axis.
+        extent: length of the whole matrix along it.
     """
 
     matrix: LogicalMatrix
@@ -80,6 +85,13 @@ class MatrixShard:
     axis: int
     index: int
     count: int
+    range: tuple[int, int]
+    extent: int
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all parts are equal; the same on every rank."""
+        return self.extent % self.count == 0
 
 
 @dataclass(frozen=True)
@@ -105,23 +117,59 @@ def shard(parameter: ParameterSpec, place: Place) -> ParameterShard:
     shape = list(parameter.shape)
     if cut is Cut.EXPERTS:
         shape[0] = _part(parameter.name, "experts", shape[0], place.expert_size)
-        return ParameterShard(parameter, tuple(shape), _uncut(parameter, 0, place.expert_rank, place.expert_size))
+        return ParameterShard(parameter, tuple(shape), _whole_rows(parameter, 0, place.expert_rank, place.expert_size))
     if cut is Cut.COLUMNS:
         shape[1] = _part(parameter.name, "columns", shape[1], place.tensor_size)
-        return ParameterShard(parameter, tuple(shape), _uncut(parameter, 1, place.tensor_rank, place.tensor_size))
+        return ParameterShard(parameter, tuple(shape), _whole_rows(parameter, 1, place.tensor_rank, place.tensor_size))
     if cut is Cut.NONE:
-        return ParameterShard(parameter, tuple(shape), _uncut(parameter, 0, 0, 1))
+        return ParameterShard(parameter, tuple(shape), tuple(map(_uncut, parameter.matrices)))
+    if parameter.role in _VOCABULARY:
+        return _vocabulary_shard(parameter, place)
     matrices, row = [], 0
     for matrix in parameter.matrices:
-        rows = _part(matrix.name, "rows", matrix.rows[1] - matrix.rows[0], place.tensor_size)
-        matrices.append(MatrixShard(matrix, (row, row + rows), 0, place.tensor_rank, place.tensor_size))
+        extent = matrix.rows[1] - matrix.rows[0]
+        rows = _part(matrix.name, "rows", extent, place.tensor_size)
+        matrices.append(_even(matrix, (row, row + rows), 0, place.tensor_rank, place.tensor_size, extent))
         row += rows
     return ParameterShard(parameter, (row, *shape[1:]), tuple(matrices))
 
 
-def _uncut(parameter: ParameterSpec, axis: int, index: int, count: int) -> tuple[MatrixShard, ...]:
-    """Matrices that keep all their rows."""
-    return tuple(MatrixShard(matrix, matrix.rows, axis, index, count) for matrix in parameter.matrices)
+def vocabulary_rows(vocab_size: int, tensor_size: int) -> int:
+    """Rows of the embedding and of the output matrices on every tensor-parallel rank, padding included."""
+    return -(-vocab_size // tensor_size)
+
+
+def _vocabulary_shard(parameter: ParameterSpec, place: Place) -> ParameterShard:
+    vocab_size, *columns = parameter.shape
+    rows = vocabulary_rows(vocab_size, place.tensor_size)
+    start = min(place.tensor_rank * rows, vocab_size)
+    stop = min(start + rows, vocab_size)
+    part = MatrixShard(
+        parameter.matrices[0],
+        (0, stop - start),
+        0,
+        place.tensor_rank,
+        place.tensor_size,
+        (start, stop),
+        vocab_size,
+    )
+    return ParameterShard(parameter, (rows, *columns), (part,))
+
+
+def _whole_rows(parameter: ParameterSpec, axis: int, index: int, count: int) -> tuple[MatrixShard, ...]:
+    """Matrices that keep all their rows and are cut along another axis (of stacked experts: the stack)."""
+    extent = parameter.shape[axis]
+    return tuple(_even(matrix, matrix.rows, axis, index, count, extent) for matrix in parameter.matrices)
+
+
+def _uncut(matrix: LogicalMatrix) -> MatrixShard:
+    extent = matrix.rows[1] - matrix.rows[0]
+    return _even(matrix, matrix.rows, 0, 0, 1, extent)
+
+
+def _even(matrix: LogicalMatrix, rows: tuple[int, int], axis: int, index: int, count: int, extent: int) -> MatrixShard:
+    length = extent // count
+    return MatrixShard(matrix, rows, axis, index, count, (index * length, (index + 1) * length), extent)
 
 
 def _part(name: str, what: str, extent: int, count: int) -> int:

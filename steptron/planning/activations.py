@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from steptron.model.layer_spec import AttentionSpec, DenseFfnSpec, LayerSpec, ModelSpec, MoeFfnSpec, MtpSpec
+from steptron.model.parameter_shards import vocabulary_rows
 from steptron.model.stages import Stage
 
 _WIDE, _INDEX = 4, 8
@@ -470,7 +471,7 @@ def _embedding(spec: ModelSpec, work: Workload, is_of_batch: bool) -> Operation:
     """The embedding of tokens, which are kept unless they are the batch's own; its result is kept by the norm that
     reads it."""
     hidden, full = (tokens * spec.hidden_size * work.element for tokens in (work.own, work.tokens))
-    rows = spec.vocab_size // work.tensor
+    rows = vocabulary_rows(spec.vocab_size, work.tensor)
     return Operation(
         "embedding",
         kept=work.tokens * (_INDEX + 1 if work.tensor > 1 else 0 if is_of_batch else _INDEX),
@@ -515,7 +516,7 @@ def _mtp(spec: ModelSpec, depth: MtpSpec, work: Workload, is_first: bool) -> lis
 
 def _loss(spec: ModelSpec, work: Workload) -> Operation:
     """``linear_cross_entropy``: gradients are made in the forward and kept."""
-    e, H, rows = work.element, spec.hidden_size, spec.vocab_size // work.tensor
+    e, H, rows = work.element, spec.hidden_size, vocabulary_rows(spec.vocab_size, work.tensor)
     matrix, hidden = rows * H, work.tokens * H
     gathers = hidden * e if work.tensor > 1 else 0
     kept = hidden * e + matrix * _WIDE

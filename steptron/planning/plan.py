@@ -11,6 +11,7 @@ from typing import Any
 
 from steptron.config.checks import check
 from steptron.config.schema import PretrainConfig
+from steptron.model.parameter_shards import vocabulary_rows
 from steptron.model.stages import Stage
 from steptron.parallel.traffic import CommunicationVolume
 from steptron.planning.communication import step_communication
@@ -255,7 +256,9 @@ def plan_rank(config: PretrainConfig, world_size: int, rank: int, assumed: Assum
     unit = place.tensor if place.context == 1 else math.lcm(2 * place.context, place.context * place.tensor)
     padding = {
         "tokens per sequence": -config.data.sequence_length % unit,
-        "rows of the vocabulary per rank": -config.model.vocab_size % place.tensor,
+        "rows of the vocabulary on the last tensor-parallel rank": place.tensor
+        * vocabulary_rows(config.model.vocab_size, place.tensor)
+        - config.model.vocab_size,
         "elements of gradient buffers": sum(buffer.elements for chunk in built.chunks for buffer in chunk.buffers)
         - sum(part.held.shard.size for part in owned if part.trained),
         "elements of their reductions": sum(buffer.padding for chunk in built.chunks for buffer in chunk.buffers),

@@ -56,7 +56,7 @@ def test_a_rank(tmp_path: Path) -> None:
     assert "chunk 1, stage 8: layers sliding MoE 21-22" in result.output
     experts = line(result.output, "1       layers.21-22.ffn.experts.down_projection ")
     assert " ".join(experts[2:]) == "36 x 4096 x 1280 288 x 4096 x 1280 188,743,680 each 64: 7 to 511 by 8"
-    assert "Padding: tokens per sequence 0, rows of the vocabulary per rank 0" in result.output
+    assert "Padding: tokens per sequence 0, rows of the vocabulary on the last tensor-parallel rank 0" in result.output
     content = json.loads(file.read_text())
     assert content["coordinates"]["data"] == 511
     parameters = {parameter["name"]: parameter for parameter in content["parameters"]}

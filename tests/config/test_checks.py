@@ -295,9 +295,10 @@ REFUSED = [
         "write 3 of | between stages",
     ),
     (
-        ["parallel.tensor=2", "model.vocab_size=513"],
+        ["parallel.tensor=2", "model.vocab_size=1"],
         2,
-        "model.vocab_size (513) must be a multiple of parallel.tensor (2): parallel.tensor can be 1",
+        "model.vocab_size (1) is too small for parallel.tensor (2): in parts of 1 rows nothing is left for the last "
+        "rank",
     ),
     (
         ["parallel.tensor=2", "model.dense_hidden_size=161"],

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from steptron.model.layer_spec import ParameterRole, ParameterSpec, model_spec
+from steptron.model.layer_spec import LogicalMatrix, ParameterRole, ParameterSpec, model_spec
 from steptron.model.parameter_shards import Cut, Place, cut_of, shard
 from tests.model.helpers import small_config
 
@@ -51,6 +51,15 @@ def test_a_rank_holds_the_heads_that_belong_together() -> None:
     ]
 
 
+def test_a_vocabulary_that_does_not_divide_is_filled_up() -> None:
+    """48 rows over 5 ranks: 10 on each, the last of which has 8 and two that are padding."""
+    parts = [shard(PARAMETERS["head.weight"], Place(tensor_rank=rank, tensor_size=5)) for rank in range(5)]
+    assert [part.shape for part in parts] == [(10, 32)] * 5
+    assert [part.matrices[0].range for part in parts] == [(0, 10), (10, 20), (20, 30), (30, 40), (40, 48)]
+    assert [part.matrices[0].rows for part in parts] == [(0, 10)] * 4 + [(0, 8)]
+    assert not any(part.matrices[0].is_even for part in parts)
+
+
 def test_columns_and_experts() -> None:
     place = Place(tensor_rank=1, tensor_size=2, expert_rank=3, expert_size=4)
     output = shard(PARAMETERS["layers.1.attention.output_projection.weight"], place)
@@ -72,7 +81,6 @@ def test_parts_add_up_to_the_model(tensor: int, expert: int) -> None:
 
 
 def test_uneven_parts_are_refused_by_name() -> None:
-    (matrix,) = PARAMETERS["head.weight"].matrices
-    odd = ParameterSpec("head.weight", (47, 32), (type(matrix)(matrix.name, matrix.role, (0, 47)),))
-    with pytest.raises(ValueError, match=r"head\.weight: 47 rows cannot be shared by 2 ranks"):
+    odd = ParameterSpec("sink", (47,), (LogicalMatrix("sink", ParameterRole.SINK, (0, 47)),))
+    with pytest.raises(ValueError, match=r"sink: 47 rows cannot be shared by 2 ranks"):
         shard(odd, Place(tensor_size=2))

@@ -108,6 +108,7 @@ OTHER_MODELS = {
         "loss.mtp_train_depths=2",
         "train.seed=11",
     ],
+    "a vocabulary that does not divide": ["model.vocab_size=513", "model.mtp.depths=2", "loss.mtp_train_depths=2"],
     "full attention, a frozen router, experts everywhere": [
         "model.layout=FFFF",
         "model.num_dense_layers=0",

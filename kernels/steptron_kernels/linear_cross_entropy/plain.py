@@ -30,11 +30,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: torch.Tensor,
         mask_T: torch.Tensor,
         group: dist.ProcessGroup | None,
+        vocab_size: int,
     ) -> torch.Tensor:
+        padded_VH, first = w_VH, 0
+        if group is not None:
+            first = group.rank() * w_VH.shape[0]
+            # Rows that fill the last rank up are no tokens: they take no part in the softmax.
+            w_VH = w_VH[: vocab_size - first]
         dtype = torch.promote_types(h_TH.dtype, torch.float32)
         needs_h, needs_w = ctx.needs_input_grad[:2]
         grad_h = torch.empty_like(h_TH) if needs_h else None
-        grad_w = torch.zeros(w_VH.shape, dtype=dtype, device=w_VH.device) if needs_w else None
+        grad_padded = torch.zeros(padded_VH.shape, dtype=dtype, device=w_VH.device) if needs_w else None
+        grad_w = None if grad_padded is None else grad_padded[: w_VH.shape[0]]
         total = torch.zeros((), dtype=dtype, device=h_TH.device)
         rows = max(_CHUNK_ELEMENTS // w_VH.shape[0], _FEWEST_ROWS[h_TH.device.type])
         for start in range(0, h_TH.shape[0], rows):
@@ -42,7 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             h, mask = h_TH[chunk], mask_T[chunk].unsqueeze(1)
             labels, here = labels_T[chunk].unsqueeze(1), mask
             if group is not None:
-                labels = labels - group.rank() * w_VH.shape[0]
+                labels = labels - first
                 here = mask & (labels >= 0) & (labels < w_VH.shape[0])
             labels = labels.masked_fill(~here, 0)
             logits = (h @ w_VH.t()).to(dtype)
@@ -64,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_w.addmm_(grad_logits.t(), h)
                 else:
                     grad_w += grad_logits.t() @ h
-        ctx.save_for_backward(grad_h, grad_w)
+        ctx.save_for_backward(grad_h, grad_padded)
         ctx.weight_dtype = w_VH.dtype
         return total
 
@@ -76,6 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Not rounded to bf16 first: that would scale every gradient by the same wrong factor.
             None if grad_h is None else grad_h * grad,
             None if grad_w is None else (grad_w * grad).to(ctx.weight_dtype),
+            None,
             None,
             None,
             None,
@@ -105,13 +113,15 @@ def linear_cross_entropy(
     labels_T: torch.Tensor,
     mask_T: torch.Tensor,
     group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """Sum over the masked-in tokens of the cross entropy of logits h W^T.
 
     Logits, their softmax and the sum are fp32 (or the inputs' dtype, if wider). Gradients are
     computed in the forward pass, chunk by chunk, and scaled in the backward one.
 
-    With a group of R > 1 ranks each rank holds equally many rows of the matrix, in rank order. Per chunk of tokens
+    With a group of R > 1 ranks each rank holds equally many rows of the matrix, in rank order; rows at the end that
+    only fill it up are left out, and their gradient is 0. Per chunk of tokens
     one all-gather of two numbers per token makes the sum whole, with the same bits on every rank. The gradient of
     h is then this rank's part; the whole one is the sum over the group.
 
@@ -121,6 +131,8 @@ def linear_cross_entropy(
         labels_T: int64 [T], rows of the whole matrix, the same on all ranks; not read where the token does not count.
         mask_T: bool [T], tokens that count, the same on all ranks.
         group: ranks that share the matrix; this process alone when None.
+        vocab_size: rows of the whole matrix without those that fill it up, with a group; all of them when None. Every
+            rank must hold at least one.
 
     Returns:
         Scalar, the whole sum on every rank.
@@ -131,11 +143,11 @@ def linear_cross_entropy(
     if group is not None and group.size() == 1:
         group = None
     if group is not None:
-        vocabulary = group.size() * w_VH.shape[0]
+        vocab_size = vocab_size or group.size() * w_VH.shape[0]
         # Without the group's other rows nothing else would notice; a group's ranks see the same labels.
-        fits_T = (labels_T >= 0) & (labels_T < vocabulary)
-        torch._assert_async((fits_T | ~mask_T).all(), f"a label is not among the {vocabulary} rows of the vocabulary")
+        fits_T = (labels_T >= 0) & (labels_T < vocab_size)
+        torch._assert_async((fits_T | ~mask_T).all(), f"a label is not among the {vocab_size} rows of the vocabulary")
     if not torch.is_grad_enabled():
         # A Function's needs_input_grad ignores the grad mode: evaluation must not pay for gradients.
         h_TH, w_VH = h_TH.detach(), w_VH.detach()
-    return _LinearCrossEntropy.apply(h_TH, w_VH, labels_T, mask_T, group)
+    return _LinearCrossEntropy.apply(h_TH, w_VH, labels_T, mask_T, group, vocab_size or w_VH.shape[0])

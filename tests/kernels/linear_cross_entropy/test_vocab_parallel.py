@@ -109,6 +109,26 @@ def test_value_and_gradients(pool: WorkerPool, size: int, dtype: torch.dtype, to
         assert torch.count_nonzero(own.grad_h[~case.mask]) == 0
 
 
+def on_padded_ranks(rank: int, size: int, vocab_size: int, case: Case) -> Result:
+    """Every rank holds equally many rows; those beyond the vocabulary hold what must not be read."""
+    padded = torch.full((size * -(-vocab_size // size), HIDDEN), torch.nan, dtype=case.w.dtype)
+    padded[:vocab_size] = case.w[:vocab_size]
+    h = case.h.clone().requires_grad_()
+    w = padded.chunk(size)[rank].clone().requires_grad_()
+    value = linear_cross_entropy(h, w, case.labels, case.mask, dist.group.WORLD, vocab_size)
+    (FACTOR * value).backward()
+    return Result(value.detach(), h.grad, w.grad)
+
+
+@pytest.mark.parametrize("size, vocab_size", [(2, 31), (4, 29), (4, 25)])
+def test_rows_that_fill_the_last_rank_up_take_no_part(pool: WorkerPool, size: int, vocab_size: int) -> None:
+    case = inputs(torch.float64, "some")
+    case = replace(case, w=case.w[:vocab_size], labels=case.labels.clamp(max=vocab_size - 1))
+    own = whole(pool.run(size, on_padded_ranks, vocab_size, case))
+    assert torch.count_nonzero(own.grad_w[vocab_size:]) == 0
+    assert_close(replace(own, grad_w=own.grad_w[:vocab_size]), reference(case), 1e-14)
+
+
 def test_a_ranks_gradient_of_h_is_its_part_alone(pool: WorkerPool) -> None:
     case = inputs(torch.float64)
     logits = case.h @ case.w.t()
