@@ -52,16 +52,20 @@ class Check:
 def verify(run: Path, max_sequences: int = 64) -> list[Check]:
     """Measures a run; the default process group must exist, with one process."""
     from steptron.checkpoint.folder import resolve
-    from steptron.checkpoint.manifest import read_manifest
+    from steptron.checkpoint.manifest import read_config, read_manifest
     from steptron.checkpoint.restore import restore_model
+    from steptron.checkpoint.weights import open_weights
     from steptron.data.sampler import SampleSource
 
-    model, config = restore_model(resolve(run), torch.device("cpu"))
+    folder = resolve(run)
+    model, config = restore_model(open_weights(folder), torch.device("cpu")), read_config(folder)
     source = SampleSource(config.data.validation or config.data.train, "validation", config.data)
     count = min(max_sequences, source.num_samples or 0)
     batches = [source.micro_batch(first, min(4, count - first)) for first in range(0, count, 4)]
     losses, _ = measure(model, batches)
-    consumed = read_manifest(resolve(run)).progress.consumed_sequences
+    progress = read_manifest(folder).progress
+    assert progress is not None, "a run's checkpoint says how far it had come"
+    consumed = progress.consumed_sequences
     training = SampleSource(config.data.train, "train", config.data)
     _, share = measure(model, [training.micro_batch(consumed + first, 4) for first in range(0, max_sequences, 4)])
     with without_routed_experts(model):

@@ -9,12 +9,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from steptron.checkpoint.folder import MANIFEST
 from steptron.config.loader import load as load_config
-from steptron.config.schema import PretrainConfig
+from steptron.config.loader import load_section
+from steptron.config.schema import ModelConfig, PretrainConfig, Section
 from steptron.errors import UserError
 
 FORMAT_VERSION = 1
 CONFIG = "config.yaml"
-"""The resolved configuration inside a checkpoint: a configuration file like any other."""
+"""The resolved configuration inside a checkpoint of a run: a configuration file like any other."""
+MODEL = "model.yaml"
+"""Inside a checkpoint that holds a model alone: its ``model`` section; configurations can name it under ``base:``."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Manifest(BaseModel):
     Attributes:
         format_version: of the checkpoint's layout.
         steptron_version, torch_version: that wrote it.
-        progress: how far the run had come.
+        progress: how far the run had come; None in a checkpoint that holds a model alone.
         optimizer_steps: updates that the optimizer's state has seen.
         datasets: content hashes of the training datasets, in their order.
     """
@@ -48,9 +51,9 @@ class Manifest(BaseModel):
     format_version: int
     steptron_version: str
     torch_version: str
-    progress: Progress
-    optimizer_steps: int
-    datasets: list[str]
+    progress: Progress | None
+    optimizer_steps: int = 0
+    datasets: list[str] = []
 
 
 class _Version(BaseModel):
@@ -74,11 +77,38 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
+class _ModelFile(Section):
+    model: ModelConfig
+
+
 def read_config(folder: Path) -> PretrainConfig:
     """The configuration that a checkpoint was trained with.
 
     Raises:
+        UserError: the folder is no checkpoint of this format, holds a model alone, or its configuration cannot be read.
+    """
+    if read_manifest(folder).progress is None:
+        raise UserError(
+            f"{folder} holds a model alone, not the state of a run; it can be a run's train.initial_weights"
+        )
+    return load_config(folder / CONFIG).config
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The architecture of a checkpoint's model, whether a run wrote it or it holds a model alone.
+
+    Raises:
         UserError: the folder is no checkpoint of this format, or its configuration cannot be read.
     """
-    read_manifest(folder)
-    return load_config(folder / CONFIG).config
+    if read_manifest(folder).progress is None:
+        return load_section(folder / MODEL, _ModelFile).model
+    return load_config(folder / CONFIG).config.model
+
+
+def read_sequence_length(folder: Path) -> int | None:
+    """Tokens of the sequences that a checkpoint's run trained on; None where it holds a model alone.
+
+    Raises:
+        UserError: the folder is no checkpoint of this format, or its configuration cannot be read.
+    """
+    return None if read_manifest(folder).progress is None else read_config(folder).data.sequence_length

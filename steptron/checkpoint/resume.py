@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from steptron.checkpoint.manifest import Manifest
-from steptron.config.schema import PretrainConfig
+from steptron.config.schema import PretrainConfig, Section
 from steptron.errors import UserError
 
 _FIXED = ("model.", "optimizer.name", "train.precision")
@@ -13,6 +13,7 @@ _FREE = (
     "model.init.",
     "data.index_cache",
     "train.output",
+    "train.initial_weights",
     "train.device",
     "train.threads",
     "train.kernels",
@@ -35,15 +36,15 @@ def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, data
         UserError: the state in the checkpoint has another meaning under the present configuration: another
             model, optimizer or precision. The message names each field and both values.
     """
-    differences = list(_differences(saved.model_dump(mode="json"), now.model_dump(mode="json"), ""))
-    fixed = [text for key, text in differences if key.startswith(_FIXED) and not key.startswith(_FREE)]
+    found = list(_differences(saved.model_dump(mode="json"), now.model_dump(mode="json"), ""))
+    fixed = [text for key, text in found if key.startswith(_FIXED) and not key.startswith(_FREE)]
     if fixed:
         listed = "\n".join(f"  - {text}" for text in fixed)
         raise UserError(
             "this run's checkpoint was trained with other settings, under which its state has another meaning:\n"
             f"{listed}\nset them back, give another train.output, or start over with --fresh"
         )
-    noted = [text for key, text in differences if not key.startswith(_FREE)]
+    noted = [text for key, text in found if not key.startswith(_FREE)]
     if len(manifest.datasets) == len(datasets):
         noted += [
             f"data.train.{number}: the dataset has other content"
@@ -51,6 +52,11 @@ def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, data
             if before != after
         ]
     return noted
+
+
+def differences(saved: Section, now: Section, key: str) -> list[str]:
+    """What differs between two sections of the same kind, a line for each value; ``key`` is their dotted name."""
+    return [text for _, text in _differences(saved.model_dump(mode="json"), now.model_dump(mode="json"), key)]
 
 
 def _differences(saved: object, now: object, key: str) -> Iterator[tuple[str, str]]:

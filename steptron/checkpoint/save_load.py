@@ -90,19 +90,22 @@ def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> 
         UserError: a tensor is missing or has another shape (message names it).
     """
     manifest = read_manifest(folder)
-    _load_into(folder, model, model_tensors(model, mesh) | optimizer_tensors(optimizer, model, mesh))
+    if manifest.progress is None:
+        raise UserError(f"{folder} holds a model alone, not the state of a run")
+    tensors = model_tensors(model, mesh) | optimizer_tensors(optimizer, model, mesh)
+    _check_matches(folder, model, tensors)
+    load_tensors(folder, tensors)
     optimizer.set_num_steps(manifest.optimizer_steps)
     return manifest.progress
 
 
-def load_model(folder: Path, model: ModelChunks, mesh: Mesh) -> None:
-    """Restores parameters and router biases only."""
-    _load_into(folder, model, model_tensors(model, mesh))
-
-
 @torch.no_grad()
-def _load_into(folder: Path, model: ModelChunks, tensors: dict[str, ShardedTensor]) -> None:
-    _check_matches(folder, model, tensors)
+def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
+    """Copies what a checkpoint holds into the data of the given tensors, converted to their dtypes.
+
+    Raises:
+        UserError: a file is missing, truncated or damaged.
+    """
     targets = {key: sharded.data for key, sharded in tensors.items()}
     try:
         loaded = dist_checkpointing.load(dict(tensors), str(folder))

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from steptron.model.chunks import ModelChunks
 from steptron.model.layer_spec import ParameterSpec
-from steptron.model.parameter_shards import Cut, cut_of, shard
+from steptron.model.parameter_shards import Cut, MatrixShard, cut_of, shard
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
 
@@ -46,9 +46,26 @@ def _sharded(
             key = f"{prefix}.{part.matrix.name}"
             start, stop = part.rows
             view = tensors[parameter.name].narrow(row_axis, start, stop - start)
-            offset = (part.axis, part.index, part.count)
-            sharded[key] = ShardedTensor.from_rank_offsets(key, view, offset, replica_id=replica)
+            sharded[key] = _part_of_whole(key, view, part, replica)
     return sharded
+
+
+def _part_of_whole(key: str, view: torch.Tensor, part: MatrixShard, replica: tuple[int, int, int]) -> ShardedTensor:
+    if part.is_even:
+        return ShardedTensor.from_rank_offsets(key, view, (part.axis, part.index, part.count), replica_id=replica)
+    # A vocabulary whose last part is shorter: stored without the rows that fill it up.
+    shape, offset = list(view.shape), [0] * view.ndim
+    shape[part.axis], offset[part.axis] = part.extent, part.range[0]
+    return ShardedTensor(
+        key,
+        view,
+        view.dtype,
+        tuple(view.shape),
+        tuple(shape),
+        tuple(offset),
+        axis_fragmentations=None,
+        replica_id=replica,
+    )
 
 
 def _replica(parameter: ParameterSpec, model: ModelChunks, mesh: Mesh) -> tuple[int, int, int]:

@@ -9,7 +9,10 @@ import typer
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's folder (its newest checkpoint).")],
+    weights: Annotated[
+        Path,
+        typer.Argument(help="Checkpoint, a run's folder (its newest checkpoint), or a released model's folder."),
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.8,
@@ -23,28 +26,28 @@ def generate(
     ] = None,
 ) -> None:
     """Write text with a trained model."""
-    from steptron.checkpoint.folder import resolve
     from steptron.errors import UserError
     from steptron.platform import distributed
 
     if any(0xD800 <= ord(character) <= 0xDFFF for character in prompt):
         raise UserError("--prompt is not valid UTF-8 text")
-    folder = resolve(checkpoint)
     device = distributed.start("auto", threads=None, timeout_seconds=60)
 
     from steptron.checkpoint.restore import restore_model
+    from steptron.checkpoint.weights import open_weights
     from steptron.data.tokenizer import Tokenizer
     from steptron.model.sampling import sample_tokens
 
-    model, config = restore_model(folder, device, mtp_depths=0)
-    text = Tokenizer.load(tokenizer or folder)
+    opened = open_weights(weights)
+    text = Tokenizer.load(tokenizer or opened.path)
+    model = restore_model(opened, device, mtp_depths=0)
     tokens = text.encode(prompt) or [text.eod_id]
     if text.vocab_size > model.spec.vocab_size:
         raise UserError(
             f"the tokenizer has {text.vocab_size} tokens and the model {model.spec.vocab_size}: it is another model's"
         )
-    length = config.data.sequence_length
-    if len(tokens) + max_new_tokens > length:
+    length = opened.sequence_length
+    if length is not None and len(tokens) + max_new_tokens > length:
         typer.echo(f"note: the model was trained on sequences of {length} tokens, this one gets longer", err=True)
     typer.echo(prompt, nl=False)
     decoder = text.stream_decoder()

@@ -15,13 +15,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from steptron.config.problems import describe, dotted
-from steptron.config.schema import PretrainConfig, names_file
-from steptron.config.tree import DEEPEST, Key, Node, Source, children, merge, parse
+from steptron.config.schema import PretrainConfig, Section, names_file
+from steptron.config.tree import DEEPEST, Key, Node, Source, children, dump, merge, parse
 from steptron.errors import ConfigError
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,67 @@ def load(file: Path, overrides: Sequence[str] = ()) -> Loaded:
         ConfigError: lists every unreadable file, unknown key, wrong value and bad override found,
             each with its file and line.
     """
+    config, tree = _load(file, PretrainConfig, overrides)
+    return Loaded(config, dict(_sources(config.model_dump(), tree, ())))
+
+
+def load_section(file: Path, schema: type[AnySection]) -> AnySection:
+    """Reads a file that holds another tree than a whole configuration.
+
+    Raises:
+        ConfigError: as in ``load``.
+    """
+    return _load(file, schema, ())[0]
+
+
+def with_overrides(config: AnySection, overrides: Sequence[str], title: str) -> AnySection:
+    """A copy of a tree of values with overrides applied.
+
+    Args:
+        config: the tree.
+        overrides: ``dotted.key=value``; later ones win.
+        title: what the values belong to, for the message.
+
+    Raises:
+        ConfigError: lists every bad override, unknown key and wrong value.
+    """
+    source = Source("file", title)
+    tree, problems = parse(dump(config.model_dump()), lambda line: source)
+    return _validated(tree, type(config), overrides, title, problems)[0]
+
+
+def _load(file: Path, schema: type[AnySection], overrides: Sequence[str]) -> tuple[AnySection, Node]:
     reader = _Reader()
     tree = reader.compose(Path(file), ())
+    if reader.file_problems:
+        _, bad = _overridden(tree, overrides)
+        raise ConfigError(str(file), reader.file_problems + bad)
+    return _validated(tree, schema, overrides, str(file), [])
+
+
+def _validated(
+    tree: Node, schema: type[AnySection], overrides: Sequence[str], title: str, problems: list[str]
+) -> tuple[AnySection, Node]:
+    tree, bad = _overridden(tree, overrides)
+    problems = problems + bad
+    try:
+        config = schema.model_validate(tree.plain())
+    except ValidationError as error:
+        raise ConfigError(title, problems + describe(error, schema, tree)) from None
+    if problems:
+        raise ConfigError(title, problems)
+    return config, tree
+
+
+def _overridden(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[str]]:
+    """The tree with those overrides that can be applied, and what is wrong with the others."""
+    problems = []
     for text in overrides:
         try:
             tree = _override(tree, text)
         except _BadOverride as error:
-            reader.override_problems.append(str(error))
-    if reader.file_problems:
-        raise ConfigError(str(file), reader.file_problems + reader.override_problems)
-    problems = list(reader.override_problems)
-    try:
-        config = PretrainConfig.model_validate(tree.plain())
-    except ValidationError as error:
-        problems += describe(error, PretrainConfig, tree)
-    if problems:
-        raise ConfigError(str(file), problems)
-    return Loaded(config, dict(_sources(config.model_dump(), tree, ())))
+            problems.append(str(error))
+    return tree, problems
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -70,7 +117,6 @@ class _Reader:
     """Reads files and what they build on; collects what is wrong with them."""
 
     file_problems: list[str] = field(default_factory=list)
-    override_problems: list[str] = field(default_factory=list)
     _composed: dict[Path, Node] = field(default_factory=dict)
 
     def compose(self, file: Path, chain: tuple[Path, ...]) -> Node:

@@ -397,6 +397,11 @@ class TrainConfig(Section):
         default_factory=list,
         description="what is computed again in the backward pass to save memory; every rule that names a layer counts",
     )
+    initial_weights: FilePath | None = Field(
+        None,
+        description="weights that a new run starts from: a checkpoint, a run's folder or a released model's folder; "
+        "drawn at random (`model.init`) when unset",
+    )
     seed: NonNegativeInt = Field(1234, description="seed of the initial values")
     deterministic: bool = Field(False, description="use only deterministic operations")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto takes CUDA where there is one")

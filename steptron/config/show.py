@@ -8,7 +8,7 @@ from pathlib import Path
 
 from steptron.config.loader import Loaded
 from steptron.config.problems import dotted
-from steptron.config.schema import PretrainConfig
+from steptron.config.schema import Section
 from steptron.config.tree import Key, children, dump, dump_scalar
 
 _WIDEST_ALIGNED = 60
@@ -30,17 +30,9 @@ def render_json(loaded: Loaded) -> str:
     return json.dumps({"config": loaded.config.model_dump(mode="json"), "sources": sources}, indent=2)
 
 
-def to_yaml(config: PretrainConfig) -> str:
-    """The resolved configuration as YAML without sources; loading it gives the same configuration."""
-    return dump(_without_paths(config.model_dump()))
-
-
-def _without_paths(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _without_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
+def to_yaml(config: Section) -> str:
+    """A resolved configuration as YAML without sources; loading it gives the same configuration."""
+    return dump(config.model_dump())
 
 
 def _block(value: object, path: tuple[Key, ...], loaded: Loaded) -> Iterator[tuple[str, str]]:

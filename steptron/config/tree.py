@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -183,8 +184,16 @@ def parse(text: str, source_at: Callable[[int], Source]) -> tuple[Node, list[str
 
 
 def dump(value: object) -> str:
-    """A tree of plain values as YAML that `parse` reads back."""
-    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False))
+    """A tree of plain values, and of paths, as YAML that `parse` reads back."""
+    return str(yaml.dump(_without_paths(value), Dumper=_Dumper, sort_keys=False))
+
+
+def _without_paths(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def dump_scalar(value: Scalar | list[object] | dict[object, object]) -> str:

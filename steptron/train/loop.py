@@ -16,7 +16,8 @@ import torch.distributed as dist
 from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import checkpoint_folder, list_checkpoints
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
-from steptron.checkpoint.resume import changes
+from steptron.checkpoint.resume import changes, differences
+from steptron.checkpoint.weights import Weights, open_weights
 from steptron.config.schema import PretrainConfig
 from steptron.config.summary import summary
 from steptron.data.batch import MicroBatch
@@ -73,11 +74,12 @@ class Pretraining:
         if self.validation_data is not None:
             self.train_data.check_same_tokenizer(self.validation_data)
         self._datasets = [dataset.manifest.content_hash for dataset in self.train_data.datasets]
-        self.step = TrainStep(config, self.mesh, self.device)
-        self.batches = BatchSchedule(config.train)
         if fresh:
             self._delete_run()
-        self.progress = self._resume()
+        newest = self._newest_checkpoint()
+        self.step = TrainStep(config, self.mesh, self.device, self._initial_weights() if newest is None else None)
+        self.batches = BatchSchedule(config.train)
+        self.progress = Progress() if newest is None else self._resume(newest)
 
     def run(self) -> bool:
         """Trains to the configured number of steps.
@@ -215,13 +217,22 @@ class Pretraining:
             )
         save_load.save(self.config, self.progress, self._datasets, self.step.chunks, self.step.optimizer, self.mesh)
 
-    def _resume(self) -> Progress:
+    def _newest_checkpoint(self) -> Path | None:
         # One rank decides for all: others may see another state of a shared folder.
         newest: list[Path | None] = [next(reversed(list_checkpoints(self.config.train.output)), None)]
         dist.broadcast_object_list(newest, src=0)
-        if newest[0] is None:
-            return Progress()
-        folder = newest[0]
+        return newest[0]
+
+    def _initial_weights(self) -> Weights | None:
+        if self.config.train.initial_weights is None:
+            return None
+        weights = open_weights(self.config.train.initial_weights)
+        noted = differences(weights.model, self.config.model, "model")
+        noted = [text for text in noted if not text.startswith("model.init.")]
+        self._say("\n  changed: ".join([f"starting from the weights of {weights.path}", *noted]))
+        return weights
+
+    def _resume(self, folder: Path) -> Progress:
         noted = changes(read_config(folder), self.config, read_manifest(folder), self._datasets)
         progress = save_load.load(folder, self.step.chunks, self.step.optimizer, self.mesh)
         self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *noted]))

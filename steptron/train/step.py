@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from steptron.checkpoint.weights import Weights
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.balance import BalanceContext, bias_update
@@ -85,9 +86,12 @@ class TrainStep:
         config: the whole configuration, already checked.
         mesh: the process groups.
         device: where parameters live.
+        initial: weights to start from; drawn at random when None.
     """
 
-    def __init__(self, config: PretrainConfig, mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self, config: PretrainConfig, mesh: Mesh, device: torch.device, initial: Weights | None = None
+    ) -> None:
         self.config = config
         self.mesh = mesh
         self.device = device
@@ -103,6 +107,9 @@ class TrainStep:
         with torch.device(device):
             self.chunks = build_chunks(config, self.spec, self.engine_config, mesh)
         initialise(dict(self.chunks.logical_tensors()), self.spec, config.model.init, config.train.seed, mesh.place)
+        if initial is not None:
+            # Before the optimizer, whose fp32 weights start from these.
+            initial.load_into(self.chunks, mesh)
         self.model = [DataParallel(chunk, mesh) for chunk in self.chunks]
         self.optimizer = build_optimizer(config.optimizer, self.trained_parameters())
         # With one group the balance loss is constant and has no gradient: it is left out.

@@ -13,6 +13,7 @@ from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import MANIFEST
 from steptron.checkpoint.manifest import CONFIG, Progress, read_manifest
 from steptron.checkpoint.restore import restore_model
+from steptron.checkpoint.weights import open_weights
 from steptron.config.loader import load as load_config
 from steptron.config.schema import PretrainConfig
 from steptron.errors import UserError
@@ -100,9 +101,23 @@ def test_a_checkpoint_loads_bit_equal_under_every_layout(
     assert any(name.startswith("master.") for name in saved) == (precision == "bf16")
 
 
+def test_a_vocabulary_that_does_not_divide_is_stored_without_its_padding(pool: WorkerPool, tmp_path: Path) -> None:
+    """513 rows: two ranks hold 257 each, of which the last rank's last is padding."""
+    odd = ["model.vocab_size=513", "model.mtp.depths=2", "loss.mtp_train_depths=2"]
+    for name, (world_size, layout) in {"TP2": LAYOUTS["TP2"], "one process": (1, [])}.items():
+        saved = assemble(pool.run(world_size, train_and_save, tmp_path / name, [*layout, *odd]))
+        assert saved["model.embedding.weight"].shape == saved["exp_avg.mtp.1.head.weight"].shape == (513, 64)
+        folder = tmp_path / name / "checkpoints" / "step_00000002"
+        for target in ("one process", "TP2", "PP2"):
+            world_size, layout = LAYOUTS[target]
+            loaded = assemble([o[2] for o in pool.run(world_size, load_and_report, folder, [*layout, *odd])])
+            assert [key for key in saved if not torch.equal(saved[key], loaded[key])] == []
+
+
 def restored(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
-    model, config = restore_model(folder, torch.device("cpu"))
-    assert config == load_config(folder / CONFIG).config
+    weights = open_weights(folder)
+    assert weights.model == load_config(folder / CONFIG).config.model
+    model = restore_model(weights, torch.device("cpu"))
     tensors = {name: tensor.detach() for name, tensor in model.logical_tensors()}
     return {f"model.{name}": part.tensor for name, part in parts_of(model.spec, Place(), tensors).items()}
 

@@ -1,0 +1,72 @@
+"""Reading the logical matrices of a checkpoint whole, one by one, in any process and without the others.
+
+Checkpoints are torch_dist: files of torch's distributed checkpoint, which holds every key as one tensor whatever
+layout wrote it. A process that needs whole matrices reads them with torch alone; Megatron-Core is not imported.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from steptron.checkpoint.manifest import read_manifest
+from steptron.errors import UserError
+
+PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix as it lies in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StoredMatrices:
+    """The logical matrices of a checkpoint's model.
+
+    Args:
+        folder: the checkpoint.
+
+    Raises:
+        UserError: it is no checkpoint of this format or its list of tensors cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        read_manifest(folder)
+        self.folder = folder
+        try:
+            entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as error:
+            raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+        self.matrices: Mapping[str, StoredMatrix] = {
+            key.removeprefix(PREFIX): StoredMatrix(tuple(entry.size), entry.properties.dtype)
+            for key, entry in entries.items()
+            if key.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+        }
+        """By logical name."""
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Whole matrices by logical name, in the dtypes that are stored.
+
+        Raises:
+            UserError: a file is missing, truncated or damaged.
+        """
+        tensors = {
+            PREFIX + name: torch.empty(self.matrices[name].shape, dtype=self.matrices[name].dtype) for name in names
+        }
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise UserError(f"{self.folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}

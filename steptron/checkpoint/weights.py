@@ -1,0 +1,174 @@
+"""The weights of a model, wherever they lie: a folder in the released layout, or one of our checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from steptron.checkpoint.folder import MANIFEST, resolve
+from steptron.checkpoint.manifest import read_model_config, read_sequence_length
+from steptron.checkpoint.matrices import StoredMatrices
+from steptron.checkpoint.released.folder import CONFIG, DTYPES, INDEX, SINGLE, ReleasedFolder, read_json
+from steptron.checkpoint.released.model_config import read_model_config as read_released_config
+from steptron.checkpoint.released.model_config import read_precision
+from steptron.checkpoint.released.names import Precision, ReleasedTensor, released_tensors
+from steptron.config.schema import ModelConfig
+from steptron.errors import ConfigError, UserError
+from steptron.model.chunks import ModelChunks
+from steptron.model.layer_spec import ModelSpec, model_spec
+from steptron.model.parameter_shards import MatrixShard, shard
+from steptron.parallel.mesh import Mesh
+
+
+class Weights(Protocol):
+    """A model's weights.
+
+    Attributes:
+        path: where they lie.
+        model: the architecture.
+        precision: dtype of every tensor but the router's selection biases, which are fp32.
+        sequence_length: tokens of the sequences that it was trained on, where that is known.
+    """
+
+    path: Path
+    model: ModelConfig
+    precision: Precision
+    sequence_length: int | None
+
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor, by released name."""
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors by released name, in the dtypes that are stored.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+
+    def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
+        """Copies to every parameter and router bias of this process its part; each process reads just that.
+
+        The model may leave out what it does not use (a depth's own output matrix where it shares the main one).
+
+        Raises:
+            ConfigError: lists every tensor that is missing or has another shape.
+            UserError: a file cannot be read.
+        """
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights in a folder: of a released model, of a checkpoint, or of a run (its newest checkpoint).
+
+    Raises:
+        UserError: the folder holds neither, or what it holds does not fit its configuration; every problem is listed.
+    """
+    if (path / SINGLE).is_file() or (path / INDEX).is_file() or (path / CONFIG).is_file():
+        return ReleasedWeights(path)
+    try:
+        return CheckpointWeights(resolve(path))
+    except UserError as error:
+        if (path / MANIFEST).is_file() or (path / "checkpoints").is_dir():
+            raise
+        raise UserError(
+            f"{path} holds no weights: expected a released model ({CONFIG} with {SINGLE} or {INDEX}), a checkpoint "
+            f"({MANIFEST}) or a run's folder (checkpoints/step_*)"
+        ) from error
+
+
+class ReleasedWeights:
+    """Weights in the released layout, checked against their ``config.json``; see :class:`Weights`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.raw = read_json(path / CONFIG)
+        self.model = read_released_config(self.raw, str(path / CONFIG))
+        self.precision: Precision = read_precision(self.raw, str(path / CONFIG))
+        self.sequence_length: int | None = None
+        self.folder = ReleasedFolder(path)
+        self.folder.check(self.expected, self.precision)
+
+    @cached_property
+    def expected(self) -> list[ReleasedTensor]:
+        """Every tensor of the model."""
+        return released_tensors(model_spec(self.model))
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (stored.shape, DTYPES[stored.dtype]) for name, stored in self.folder.tensors.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: self.folder.read(name) for name in names}
+
+    @torch.no_grad()
+    def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
+        targets = _by_matrix(model.spec)
+        _check_available(self, targets)
+        tensors = dict(model.logical_tensors())
+        for parameter in model.spec.parameters():
+            if parameter.name not in tensors:
+                continue
+            for part in shard(parameter, mesh.place).matrices:
+                target = tensors[parameter.name].narrow(
+                    1 if parameter.is_expert else 0, part.rows[0], part.rows[1] - part.rows[0]
+                )
+                target.copy_(self.folder.read(targets[part.matrix.name].name, _slices(part)))
+
+
+class CheckpointWeights:
+    """The model of one of our checkpoints; see :class:`Weights`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model = read_model_config(path)
+        self.sequence_length = read_sequence_length(path)
+        self.stored = StoredMatrices(path)
+        self._by_name = {tensor.name: tensor.matrix.name for tensor in released_tensors(model_spec(self.model))}
+        missing = [name for name in self._by_name.values() if name not in self.stored.matrices]
+        if missing:
+            raise ConfigError(f"checkpoint {path}", [f"{name} is missing" for name in missing])
+        embedding = self.stored.matrices["embedding.weight"].dtype
+        self.precision: Precision = "bf16" if embedding is torch.bfloat16 else "fp32"
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        stored = {name: self.stored.matrices[matrix] for name, matrix in self._by_name.items()}
+        return {name: (matrix.shape, matrix.dtype) for name, matrix in stored.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        matrices = self.stored.read(dict.fromkeys(self._by_name[name] for name in names))
+        return {name: matrices[self._by_name[name]] for name in names}
+
+    def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
+        from steptron.checkpoint.save_load import load_tensors
+        from steptron.checkpoint.tensors import model_tensors
+
+        _check_available(self, _by_matrix(model.spec))
+        load_tensors(self.path, model_tensors(model, mesh))
+
+
+def _by_matrix(spec: ModelSpec) -> dict[str, ReleasedTensor]:
+    """Released tensors by logical matrix; where depths share the main output matrix, that one."""
+    tensors: dict[str, ReleasedTensor] = {}
+    for tensor in released_tensors(spec):
+        tensors.setdefault(tensor.matrix.name, tensor)
+    return tensors
+
+
+def _check_available(weights: Weights, targets: Mapping[str, ReleasedTensor]) -> None:
+    shapes, problems = weights.shapes(), []
+    for tensor in targets.values():
+        if tensor.name not in shapes:
+            problems.append(f"{tensor.name} is missing")
+        elif shapes[tensor.name][0] != tensor.shape:
+            problems.append(
+                f"{tensor.name} has shape {list(shapes[tensor.name][0])}, the model needs {list(tensor.shape)}"
+            )
+    if problems:
+        raise ConfigError(f"{weights.path} does not fit this model", problems)
+
+
+def _slices(part: MatrixShard) -> list[slice]:
+    """The part of a whole matrix that a rank holds."""
+    return [slice(None)] * part.axis + [slice(*part.range)]
