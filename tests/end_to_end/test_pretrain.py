@@ -130,3 +130,20 @@ def _wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str]) ->
         assert process.poll() is None, f"ended early: {process.communicate()[0]}"
         assert time.monotonic() < deadline, f"no {steps} steps within {TIMEOUT_SECONDS} s"
         time.sleep(0.2)
+
+
+def test_a_run_starts_from_the_weights_of_another(data: Path, tmp_path: Path) -> None:
+    """Its first step sees the loss that a resumed run sees; the optimizer starts anew, and the source is not touched."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    steptron(*pretrain_arguments(data, first, 3))
+    started = steptron(
+        *pretrain_arguments(data, second, 4, f"train.initial_weights={first}", "train.precision=bf16"),
+        *("model.sliding.window=17", "--nproc", "2"),
+    )
+    assert f"starting from the weights of {first / 'checkpoints' / 'step_00000003'}" in started.stdout
+    assert "model.sliding.window: 16 before, 17 now" in started.stdout
+    records = [record for record in read_records(second / "log.jsonl") if isinstance(record, StepRecord)]
+    untrained = [record for record in read_records(first / "log.jsonl") if isinstance(record, StepRecord)]
+    assert records[0].step == 1 and records[0].lm_loss < untrained[-1].lm_loss + 0.05 < untrained[0].lm_loss - 0.1
+    again = steptron(*pretrain_arguments(data, second, 4, "train.initial_weights=nowhere"), expect=2)
+    assert "train.initial_weights (nowhere) is not a folder" in again.stderr
