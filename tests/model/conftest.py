@@ -1,4 +1,4 @@
-"""Tests of the model run on one thread: their tensors are too small to share."""
+"""Tests of the model run on one thread, as their tensors are too small to share; some on each version of operations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from steptron_kernels.select import PLAIN, Kernels, native
+
 
 @pytest.fixture(autouse=True, scope="package")
 def _one_thread() -> Iterator[None]:
@@ -14,3 +16,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["plain", "native"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return PLAIN if request.param == "plain" else native("fp32")
