@@ -21,7 +21,8 @@ class _SteptronGroup(LazyGroup):
         "data": LazyCommand("steptron.cli.data:app", "Build and inspect datasets."),
         "config": LazyCommand("steptron.cli.config:app", "Show and check a configuration."),
         "plan": LazyCommand("steptron.cli.plan:plan", "Show what a layout costs and what its ranks hold."),
-        "model": LazyCommand("steptron.cli.model:app", "Show the layers and sizes of a model."),
+        "model": LazyCommand("steptron.cli.model:app", "Show a model; logits and traces of its weights."),
+        "checkpoint": LazyCommand("steptron.cli.checkpoint:app", "Import, export and compare weights."),
         "doctor": LazyCommand("steptron.cli.doctor:doctor", "Test this machine and say what to mend."),
     }
 
