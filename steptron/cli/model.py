@@ -1,4 +1,4 @@
-"""`steptron model`: show the layers and sizes of a model."""
+"""`steptron model`: show the layers and sizes of a model, and run its weights to compare them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steptron.cli import inspection
+from steptron.cli.tensors import tensors
 from steptron.config.loader import Loaded, load
 from steptron.errors import ConfigError, UserError
 
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
     from steptron.planning.flops import FlopsBreakdown
     from steptron.planning.parameters import ParameterCounts
 
-app = typer.Typer(no_args_is_help=True, help="Show the layers and sizes of a model.")
+app = typer.Typer(no_args_is_help=True)
+app.command()(inspection.logits)
+app.command()(inspection.trace)
+app.command("trace-diff")(inspection.trace_diff)
+app.command()(tensors)
 
 ASSUMED_SEQUENCE_LENGTH = 4096
 # What a file with nothing but a model lacks of a whole configuration. None of it changes the model.
@@ -35,7 +41,7 @@ train: {{output: unused, steps: 1, global_batch_size: 1, micro_batch_size: 1}}
 
 @app.callback()
 def _model() -> None:
-    """Show the layers and sizes of a model."""
+    """Show a model, and run its weights to compare what they compute."""
 
 
 @app.command()
@@ -56,7 +62,7 @@ def show(
     from steptron.planning.flops import training_flops_per_token
     from steptron.planning.parameters import count_parameters
 
-    config, assumed = _load(file, overrides or [])
+    config, assumed = load_model_file(file, overrides or [])
     try:
         spec = model_spec(config.model)
         flops = training_flops_per_token(spec, config.data.sequence_length, config.loss.mtp_train_depths)
@@ -73,7 +79,7 @@ def show(
     _print_flops(console, config, flops, assumed)
 
 
-def _load(file: Path, overrides: list[str]) -> tuple[PretrainConfig, bool]:
+def load_model_file(file: Path, overrides: list[str]) -> tuple[PretrainConfig, bool]:
     """Loads a model file or a whole configuration; whether the sequence length is assumed, too."""
     if not os.path.isfile(file):  # Path.is_file raises for some names, such as too long ones
         raise UserError(f"{file}: there is no such file")

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 
 from steptron.data.batch import MicroBatch
@@ -140,15 +144,33 @@ class StepModel(MegatronModule):
             sums.append(self._loss(mtp_hidden, self._mtp_head(k), labels, mtp_loss_mask(batch, k + 1), shard))
         return torch.stack(sums)
 
-    def logits(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Main logits [B, S, V] and MTP logits [depths, B, S, V], fp32, of a model that one process holds whole."""
+    def logits(self, batch: MicroBatch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Runs the stage as :meth:`forward` does, up to the logits instead of the losses.
+
+        Returns:
+            Hidden states [S, B, H] of this rank's tokens; on the last stage, main logits [B, S, V] and MTP logits
+            [depths, B, S, V], fp32, of the tokens of this context-parallel rank, the same on all tensor-parallel ranks.
+        """
         sequence = self._sequence(batch)
-        outputs = self._heads(self._run_layers(batch, sequence, None), batch, sequence)
+        hidden = self._run_layers(batch, sequence, None)
+        if not self.stage.is_last:
+            return hidden
+        outputs = self._heads(hidden, batch, sequence)
         heads = [self.head.weight, *(self._mtp_head(k) for k in range(self.mtp_depths))]
-        hidden = [outputs.main_SBH, *outputs.mtp_SBH]
-        stacked = torch.stack([self.config.kernels.linear(h, head) for h, head in zip(hidden, heads, strict=True)])
+        hidden_SBH = [outputs.main_SBH, *outputs.mtp_SBH]
+        stacked = torch.stack([self._logits_SBV(h, head) for h, head in zip(hidden_SBH, heads, strict=True)])
         logits = stacked.transpose(1, 2).float()
         return logits[0], logits[1:]
+
+    def _logits_SBV(self, hidden_SBH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Of this context-parallel rank's tokens; tensor-parallel ranks hold runs of the padded vocabulary."""
+        if self._groups.tp.size() == 1:
+            whole: torch.Tensor = self.config.kernels.linear(hidden_SBH, weight)
+            return whole
+        hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=self._groups.tp)
+        part_SBV = self.config.kernels.linear(hidden_SBH, weight)
+        padded_SBV = gather_from_tensor_model_parallel_region(part_SBV, group=self._groups.tp)
+        return padded_SBV[..., : self.spec.vocab_size]
 
     def _sequence(self, batch: MicroBatch) -> SequenceContext:
         context = self._groups.cp
