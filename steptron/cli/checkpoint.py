@@ -168,8 +168,10 @@ def _transfer(
     import torch
     from rich.console import Console
 
+    from steptron.checkpoint.released.memory import give_back_freed_memory
     from steptron.platform import distributed
 
+    give_back_freed_memory()
     place, start = distributed.world(), time.monotonic()
     console = Console(markup=False, emoji=False, highlight=False, quiet=place.rank > 0)
     summary: list[str] = []

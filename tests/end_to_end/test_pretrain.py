@@ -133,7 +133,7 @@ def _wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str]) ->
 
 
 def test_a_run_starts_from_the_weights_of_another(data: Path, tmp_path: Path) -> None:
-    """Its first step sees the loss that a resumed run sees; the optimizer starts anew, and the source is not touched."""
+    """Its first step sees the loss that the other ended with; the optimizer starts anew, the source is not touched."""
     first, second = tmp_path / "first", tmp_path / "second"
     steptron(*pretrain_arguments(data, first, 3))
     started = steptron(

@@ -314,7 +314,7 @@ def test_the_configuration_of_a_run(pool: WorkerPool, imported: dict[str, tuple[
 
 
 def test_peak_memory_is_a_fraction_of_the_model(tmp_path: Path) -> None:
-    """300 MB in tensors of up to 17 MB, in a process of its own."""
+    """300 MB in tensors of up to 17 MB, in a process of its own that is set up as the command's."""
     raw = json.loads((CASE / "config.json").read_text())
     wide = {"moe_num_experts": 32, "moe_intermediate_size": 2048}
     tensors = load_folder(CASE)
@@ -338,7 +338,7 @@ def test_peak_memory_is_a_fraction_of_the_model(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     importing, exporting, whole = map(int, result.stdout.split())
-    assert importing < 0.25 * total and exporting < 0.35 * total, result.stdout
+    assert importing < 0.25 * total and exporting < 0.25 * total, result.stdout
     # What is measured would show a model that is held whole.
     assert whole > 0.6 * total, result.stdout
     assert bits(load_folder(tmp_path / "large-out")) == bits(load_folder(large))
