@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from steptron.checkpoint.manifest import read_manifest
 from steptron.errors import UserError
@@ -30,6 +31,17 @@ class StoredMatrix:
     dtype: torch.dtype
 
 
+class _Reader(dcp.FileSystemReader):
+    """Reads the list of tensors once, not for every reading."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
 class StoredMatrices:
     """The logical matrices of a checkpoint's model.
 
@@ -43,8 +55,9 @@ class StoredMatrices:
     def __init__(self, folder: Path) -> None:
         read_manifest(folder)
         self.folder = folder
+        self._reader = _Reader(folder)
         try:
-            entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+            entries = self._reader.read_metadata().state_dict_metadata
         except Exception as error:
             raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
         self.matrices: Mapping[str, StoredMatrix] = {
@@ -66,7 +79,7 @@ class StoredMatrices:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+                dcp.load(tensors, storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:
             raise UserError(f"{self.folder} cannot be loaded: {type(error).__name__}: {error}") from error
         return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}

@@ -104,8 +104,8 @@ class ReleasedWeights:
 
     @torch.no_grad()
     def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
-        targets = _by_matrix(model.spec)
-        _check_available(self, targets)
+        stored = {tensor.matrix.name: tensor for tensor in self.expected}
+        _check_available(self.path, _shapes(model.spec), {name: tensor.shape for name, tensor in stored.items()})
         tensors = dict(model.logical_tensors())
         for parameter in model.spec.parameters():
             if parameter.name not in tensors:
@@ -114,7 +114,7 @@ class ReleasedWeights:
                 target = tensors[parameter.name].narrow(
                     1 if parameter.is_expert else 0, part.rows[0], part.rows[1] - part.rows[0]
                 )
-                target.copy_(self.folder.read(targets[part.matrix.name].name, _slices(part)))
+                target.copy_(self.folder.read(stored[part.matrix.name].name, _slices(part)))
 
 
 class CheckpointWeights:
@@ -125,12 +125,15 @@ class CheckpointWeights:
         self.model = read_model_config(path)
         self.sequence_length = read_sequence_length(path)
         self.stored = StoredMatrices(path)
-        self._by_name = {tensor.name: tensor.matrix.name for tensor in released_tensors(model_spec(self.model))}
-        missing = [name for name in self._by_name.values() if name not in self.stored.matrices]
+        missing = [name for name in _shapes(model_spec(self.model)) if name not in self.stored.matrices]
         if missing:
             raise ConfigError(f"checkpoint {path}", [f"{name} is missing" for name in missing])
         embedding = self.stored.matrices["embedding.weight"].dtype
         self.precision: Precision = "bf16" if embedding is torch.bfloat16 else "fp32"
+
+    @cached_property
+    def _by_name(self) -> dict[str, str]:
+        return {tensor.name: tensor.matrix.name for tensor in released_tensors(model_spec(self.model))}
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         stored = {name: self.stored.matrices[matrix] for name, matrix in self._by_name.items()}
@@ -144,29 +147,27 @@ class CheckpointWeights:
         from steptron.checkpoint.save_load import load_tensors
         from steptron.checkpoint.tensors import model_tensors
 
-        _check_available(self, _by_matrix(model.spec))
+        stored = {name: matrix.shape for name, matrix in self.stored.matrices.items()}
+        _check_available(self.path, _shapes(model.spec), stored)
         load_tensors(self.path, model_tensors(model, mesh))
 
 
-def _by_matrix(spec: ModelSpec) -> dict[str, ReleasedTensor]:
-    """Released tensors by logical matrix; where depths share the main output matrix, that one."""
-    tensors: dict[str, ReleasedTensor] = {}
-    for tensor in released_tensors(spec):
-        tensors.setdefault(tensor.matrix.name, tensor)
-    return tensors
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the logical matrices of a model, by name."""
+    return {
+        matrix.name: parameter.matrix_shape(matrix) for parameter in spec.parameters() for matrix in parameter.matrices
+    }
 
 
-def _check_available(weights: Weights, targets: Mapping[str, ReleasedTensor]) -> None:
-    shapes, problems = weights.shapes(), []
-    for tensor in targets.values():
-        if tensor.name not in shapes:
-            problems.append(f"{tensor.name} is missing")
-        elif shapes[tensor.name][0] != tensor.shape:
-            problems.append(
-                f"{tensor.name} has shape {list(shapes[tensor.name][0])}, the model needs {list(tensor.shape)}"
-            )
+def _check_available(path: Path, needed: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+    problems = []
+    for name, shape in needed.items():
+        if name not in stored:
+            problems.append(f"{name} {list(shape)} is not there")
+        elif stored[name] != shape:
+            problems.append(f"{name} has shape {list(stored[name])}, the model needs {list(shape)}")
     if problems:
-        raise ConfigError(f"{weights.path} does not fit this model", problems)
+        raise ConfigError(f"the weights in {path} do not fit this model", problems)
 
 
 def _slices(part: MatrixShard) -> list[slice]:

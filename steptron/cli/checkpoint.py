@@ -168,8 +168,8 @@ def _transfer(
     import torch
     from rich.console import Console
 
-    from steptron.checkpoint.released.memory import give_back_freed_memory
     from steptron.platform import distributed
+    from steptron.platform.malloc import give_back_freed_memory
 
     give_back_freed_memory()
     place, start = distributed.world(), time.monotonic()

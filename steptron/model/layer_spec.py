@@ -84,6 +84,14 @@ class ParameterSpec:
     def is_expert(self) -> bool:
         return self.role in EXPERT_ROLES
 
+    def matrix_shape(self, matrix: LogicalMatrix) -> tuple[int, ...]:
+        """Shape of one of its logical matrices; of an expert's, of the stack of all experts."""
+        rows = matrix.rows[1] - matrix.rows[0]
+        if self.is_expert:
+            experts, _, columns = self.shape
+            return (experts, rows, columns)
+        return (rows, *self.shape[1:])
+
     @property
     def size(self) -> int:
         return math.prod(self.shape)

@@ -212,3 +212,25 @@ def test_a_damaged_shard_is_named_on_every_rank(
         shard.unlink()
     for message in pool.run(2, failing_load, folder, ["parallel.tensor=2"]):
         assert message.startswith(f"{folder} cannot be loaded"), message
+
+
+def sink_run(rank: int, world_size: int, output: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint with attention sinks, for which the released layout has no place, read as weights."""
+    config = configuration(output, ["model.layout=S3F1+heads+gate+sink"])
+    mesh = build_mesh(config.parallel)
+    train = TrainStep(config, mesh, torch.device("cpu"))
+    save_load.save(config, PROGRESS, ["hash"], train.chunks, train.optimizer, mesh)
+    weights = open_weights(output)
+    other = TrainStep(config, mesh, torch.device("cpu"), weights)
+    with pytest.raises(UserError, match=r"layers\.0\.attention\.sink has no place in the released layout"):
+        weights.shapes()
+    return {
+        name: torch.stack([tensor, dict(train.chunks.logical_tensors())[name]]).detach()
+        for name, tensor in other.chunks.logical_tensors()
+        if name.endswith("sink")
+    }
+
+
+def test_sinks_are_weights_of_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    (sinks,) = pool.run(1, sink_run, tmp_path)
+    assert len(sinks) == 10 and all(torch.equal(*pair) for pair in sinks.values())

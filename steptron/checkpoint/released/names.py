@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from steptron.errors import UserError
 from steptron.model.layer_spec import LayerSpec, LogicalMatrix, ModelSpec, MtpSpec, ParameterRole, ParameterSpec
 
 Precision = Literal["fp32", "bf16"]
@@ -69,11 +70,7 @@ class ReleasedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        start, stop = self.matrix.rows
-        if self.parameter.is_expert:
-            experts, _, columns = self.parameter.shape
-            return (experts, stop - start, columns)
-        return (stop - start, *self.parameter.shape[1:])
+        return self.parameter.matrix_shape(self.matrix)
 
     def precision(self, of_model: Precision) -> Precision:
         """The tensor's own in a model of this precision: the router's selection bias is always fp32."""
@@ -90,7 +87,7 @@ def released_tensors(spec: ModelSpec) -> list[ReleasedTensor]:
     (``model.mtp.head: shared``), each of theirs is that matrix once more.
 
     Raises:
-        ValueError: a parameter has no released name (attention sinks); the message names it.
+        UserError: a parameter has no released name (attention sinks); the message names it.
     """
     main = [
         _tensor(parameter, matrix, _MODEL[matrix.name])
@@ -125,7 +122,7 @@ def _layer_tensors(layer: LayerSpec, prefix: str) -> list[ReleasedTensor]:
         for matrix in parameter.matrices:
             name = matrix.name.removeprefix(f"{layer.prefix}.")
             if name not in _LAYER:
-                raise ValueError(f"{matrix.name} has no place in the released layout")
+                raise UserError(f"{matrix.name} has no place in the released layout")
             tensors.append(_tensor(parameter, matrix, f"{prefix}.{_LAYER[name]}"))
     return tensors
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from steptron.checkpoint.released.memory import give_back_freed_memory
 from steptron.platform import distributed
+from steptron.platform.malloc import give_back_freed_memory
 
 
 def peak() -> int:
