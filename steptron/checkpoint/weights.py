@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from steptron.checkpoint.folder import MANIFEST, resolve
 from steptron.checkpoint.manifest import read_model_config, read_sequence_length
@@ -52,10 +53,10 @@ class Weights(Protocol):
     def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
         """Copies to every parameter and router bias of this process its part; each process reads just that.
 
-        The model may leave out what it does not use (a depth's own output matrix where it shares the main one).
+        The model may leave out MTP depths, and a depth's own output matrix where it shares the main one.
 
         Raises:
-            ConfigError: lists every tensor that is missing or has another shape.
+            ConfigError: lists every tensor that is missing, has another shape, or is not part of the model.
             UserError: a file cannot be read.
         """
 
@@ -77,6 +78,13 @@ def open_weights(path: Path) -> Weights:
             f"{path} holds no weights: expected a released model ({CONFIG} with {SINGLE} or {INDEX}), a checkpoint "
             f"({MANIFEST}) or a run's folder (checkpoints/step_*)"
         ) from error
+
+
+def same_on_every_rank(weights: Weights) -> Weights:
+    """The weights that the first rank has found: a run may write a newer checkpoint while others look. Collective."""
+    found = [weights.path]
+    dist.broadcast_object_list(found, src=0)
+    return weights if found[0] == weights.path else open_weights(found[0])
 
 
 class ReleasedWeights:
@@ -166,6 +174,12 @@ def _check_available(path: Path, needed: Mapping[str, tuple[int, ...]], stored: 
             problems.append(f"{name} {list(shape)} is not there")
         elif stored[name] != shape:
             problems.append(f"{name} has shape {list(stored[name])}, the model needs {list(shape)}")
+    # MTP depths may be left out, and the output matrices of those that share the main one; nothing else.
+    problems += [
+        f"{name} {list(shape)} is not part of this model"
+        for name, shape in stored.items()
+        if name not in needed and not name.startswith("mtp.")
+    ]
     if problems:
         raise ConfigError(f"the weights in {path} do not fit this model", problems)
 

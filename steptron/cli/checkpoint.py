@@ -97,13 +97,14 @@ def export_hf(
     from steptron.platform.megatron_cpu import install
 
     max_shard_bytes = parse_size(max_shard_size)
-    arguments = ["export-hf", str(checkpoint), str(folder), "--max-shard-size", max_shard_size]
-    for option, value in (("--dtype", dtype), ("--companions-from", companions_from)):
-        arguments += [] if value is None else [option, str(value)]
-    arguments += ["--force"] if force else []
     if _starts_workers(nproc):
         install()
-        _opened(checkpoint)
+        # A run's newest checkpoint now, not whichever each process would find.
+        found = _opened(checkpoint).path
+        arguments = ["export-hf", str(found), str(folder), "--max-shard-size", max_shard_size]
+        for option, value in (("--dtype", dtype), ("--companions-from", companions_from)):
+            arguments += [] if value is None else [option, str(value)]
+        arguments += ["--force"] if force else []
         _run_workers(nproc, arguments)
     with _transfer("export", folder) as (report, conclude):
         from steptron.checkpoint.released.exporting import export_released

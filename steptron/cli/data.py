@@ -220,7 +220,7 @@ def train_tokenizer_command(
     from steptron.data.build import train_tokenizer_on
     from steptron.data.errors import DataError
     from steptron.data.readers import Fields, find_files, recorded_name
-    from steptron.data.staging import staging_file
+    from steptron.platform.staging import staging_file
 
     console = _console()
     with _system_errors_named(output):

@@ -161,7 +161,7 @@ class _Request:
             )
         job = self._check(world.size if joining else nproc or 1, only)
         if nproc is not None and nproc > 1 and not joining:
-            raise typer.Exit(launch.run_local(nproc, self._arguments(command, only)))
+            raise typer.Exit(launch.run_local(nproc, self._arguments(command, job.weights.path, only)))
         return job
 
     def trace_transformers(self, nproc: int | None, only: Sequence[str]) -> None:
@@ -240,9 +240,9 @@ class _Request:
 
         return read_routing(self.replay, spec, ids_BS.numpy())
 
-    def _arguments(self, command: str, only: Sequence[str]) -> list[str]:
+    def _arguments(self, command: str, weights: Path, only: Sequence[str]) -> list[str]:
         """The command line of each process."""
-        arguments = ["model", command, str(self.weights), *self.overrides]
+        arguments = ["model", command, str(weights), *self.overrides]
         arguments += ["--input-ids", str(self.input_ids), "--out", str(self.out), "--precision", self.precision]
         arguments += [] if self.replay is None else ["--replay-routing", str(self.replay)]
         return [*arguments, *(argument for pattern in only for argument in ("--only", pattern))]
@@ -264,10 +264,11 @@ class _Job:
 
         device = distributed.start("auto", None, self.config.parallel.timeout_seconds)
 
+        from steptron.checkpoint.weights import same_on_every_rank
         from steptron.inspection.archive import write_arrays
         from steptron.inspection.forward import load_model
 
-        arrays = compute(load_model(self.weights, self.config, device))
+        arrays = compute(load_model(same_on_every_rank(self.weights), self.config, device))
         if distributed.world().rank == 0:
             write_arrays(self.out, arrays)
         else:

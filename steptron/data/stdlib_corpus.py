@@ -12,7 +12,7 @@ from pathlib import Path
 
 from steptron.data.errors import DataError
 from steptron.data.readers import recorded_name
-from steptron.data.staging import staging_file
+from steptron.platform.staging import staging_file
 
 # Folders left out wherever they stand: tests (some of them deliberately broken sources), caches, and
 # packages that are not part of the standard library.

@@ -3,8 +3,8 @@
 Every logical matrix is cut on its own, so that the fused input projection of a rank is [query; key; value;
 gate] of its heads, and gate_up is [gate; up] of its columns. Where the vocabulary does not divide, every rank's
 embedding and output matrices have as many rows as the largest part needs; the rows that are left over at the end
-are zeros that nothing reads. Plain data, no torch: the model's initialisation, checkpoints, the planner and the
-optimizer's table read it.
+stand for no token and take no part in any result (in training they are zeros and stay so). Plain data, no torch: the
+model's initialisation, checkpoints, the planner and the optimizer's table read it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import checkpoint_folder, list_checkpoints
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
 from steptron.checkpoint.resume import changes, differences
-from steptron.checkpoint.weights import Weights, open_weights
+from steptron.checkpoint.weights import Weights, open_weights, same_on_every_rank
 from steptron.config.schema import PretrainConfig
 from steptron.config.summary import summary
 from steptron.data.batch import MicroBatch
@@ -226,7 +226,7 @@ class Pretraining:
     def _initial_weights(self) -> Weights | None:
         if self.config.train.initial_weights is None:
             return None
-        weights = open_weights(self.config.train.initial_weights)
+        weights = same_on_every_rank(open_weights(self.config.train.initial_weights))
         noted = differences(weights.model, self.config.model, "model")
         noted = [text for text in noted if not text.startswith("model.init.")]
         self._say("\n  changed: ".join([f"starting from the weights of {weights.path}", *noted]))

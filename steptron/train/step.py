@@ -106,9 +106,14 @@ class TrainStep:
         )
         with torch.device(device):
             self.chunks = build_chunks(config, self.spec, self.engine_config, mesh)
-        initialise(dict(self.chunks.logical_tensors()), self.spec, config.model.init, config.train.seed, mesh.place)
-        if initial is not None:
-            # Before the optimizer, whose fp32 weights start from these.
+        tensors = dict(self.chunks.logical_tensors())
+        # Before the optimizer, whose fp32 weights start from these.
+        if initial is None:
+            initialise(tensors, self.spec, config.model.init, config.train.seed, mesh.place)
+        else:
+            with torch.no_grad():
+                for tensor in tensors.values():
+                    tensor.zero_()  # what fills a vocabulary up is not stored
             initial.load_into(self.chunks, mesh)
         self.model = [DataParallel(chunk, mesh) for chunk in self.chunks]
         self.optimizer = build_optimizer(config.optimizer, self.trained_parameters())

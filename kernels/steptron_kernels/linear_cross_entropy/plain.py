@@ -43,7 +43,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_padded = torch.zeros(padded_VH.shape, dtype=dtype, device=w_VH.device) if needs_w else None
         grad_w = None if grad_padded is None else grad_padded[: w_VH.shape[0]]
         total = torch.zeros((), dtype=dtype, device=h_TH.device)
-        rows = max(_CHUNK_ELEMENTS // w_VH.shape[0], _FEWEST_ROWS[h_TH.device.type])
+        # By the padded size: all ranks cut the tokens alike, or their exchanges would not match.
+        rows = max(_CHUNK_ELEMENTS // padded_VH.shape[0], _FEWEST_ROWS[h_TH.device.type])
         for start in range(0, h_TH.shape[0], rows):
             chunk = slice(start, start + rows)
             h, mask = h_TH[chunk], mask_T[chunk].unsqueeze(1)

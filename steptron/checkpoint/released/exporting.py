@@ -19,11 +19,11 @@ from steptron.checkpoint.released.names import Precision, ReleasedTensor, releas
 from steptron.checkpoint.released.output import check_output, check_space
 from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, share_out, transfer_group
 from steptron.checkpoint.released.shards import Shard, plan_shards
-from steptron.checkpoint.weights import CheckpointWeights
-from steptron.data.staging import publish
+from steptron.checkpoint.weights import CheckpointWeights, same_on_every_rank
 from steptron.errors import ConfigError, UserError
 from steptron.model.layer_spec import model_spec
 from steptron.platform.distributed import on_first_rank
+from steptron.platform.staging import publish
 
 _PLAN = "plan.json"
 
@@ -58,6 +58,7 @@ def export_released(
         UserError: ``output`` must not be replaced, a file cannot be read or written, or the disk is full. Raised on
             every process, whichever of them failed.
     """
+    weights = _same_on_every_rank(weights)
     precision = precision or weights.precision
     companions = Companions.of(weights.path, weights.model, weights.sequence_length, companions_from)
     config = companions.config(weights.model, precision)
@@ -79,11 +80,20 @@ def export_released(
         check_space(output, sum(shard.num_bytes for shard in missing[0]))
 
     def finish() -> None:
+        # What an export with other companion files has left.
+        for path in folder.iterdir():
+            if path.name not in {_PLAN, *(shard.file for shard in shards)}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         companions.write(folder, config)
         if len(shards) > 1:
             (folder / INDEX).write_text(json.dumps(_index(shards, total), indent=2) + "\n")
+        plan = (folder / _PLAN).read_text()
         (folder / _PLAN).unlink()
-        publish(folder, output)
+        try:
+            publish(folder, output)
+        except OSError:
+            (folder / _PLAN).write_text(plan)
+            raise
 
     with lock:
         on_first_rank(title, prepare)
@@ -94,8 +104,15 @@ def export_released(
             raise UserError(
                 f"{error}\nWhat is complete stays in {folder}: the same command goes on from there"
             ) from error
-        on_first_rank(title, finish)
+        # With the patience of a transfer: a replaced model may take long to delete.
+        on_every_rank(title, finish if dist.get_rank() == 0 else lambda: None, group)
     return Transfer(len(tensors), total)
+
+
+def _same_on_every_rank(weights: CheckpointWeights) -> CheckpointWeights:
+    same = same_on_every_rank(weights)
+    assert isinstance(same, CheckpointWeights), "a checkpoint stays one"
+    return same
 
 
 def _write(weights: CheckpointWeights, missing: Sequence[Shard], folder: Path, report: Report) -> None:

@@ -122,6 +122,8 @@ def _indexed(index: Path, problems: list[str]) -> dict[str, StoredTensor]:
         problems.append(f"{index.name}: weight_map must be a mapping from tensor to file name")
         return {}
     names = list(dict.fromkeys(entries.values()))
+    others = sorted(path.name for path in index.parent.glob("*.safetensors") if path.name not in names)
+    problems += [f"{name} is not named by {index.name}" for name in others]
     outside = [name for name in names if Path(name).name != name]
     problems += [f"{index.name}: {name!r} is not the name of a file in the folder" for name in outside]
     tensors = _headers([index.parent / name for name in names if name not in outside], problems)

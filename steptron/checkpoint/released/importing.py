@@ -32,13 +32,13 @@ from steptron.checkpoint.released import companions
 from steptron.checkpoint.released.folder import ReleasedFolder
 from steptron.checkpoint.released.names import ReleasedTensor
 from steptron.checkpoint.released.output import check_output, check_space
-from steptron.checkpoint.released.processes import Report, Transfer, share_out, transfer_group
+from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, share_out, transfer_group
 from steptron.checkpoint.weights import ReleasedWeights
 from steptron.config.schema import ModelConfig
 from steptron.config.tree import dump
-from steptron.data.staging import publish, staging_folder
 from steptron.errors import UserError
 from steptron.platform.distributed import on_first_rank
+from steptron.platform.staging import publish, staging_folder
 
 PIECE_BYTES = 256 * 2**20
 """Largest piece of a tensor that a process holds."""
@@ -78,8 +78,15 @@ def import_released(source: Path, output: Path, *, force: bool, report: Report) 
 
     on_first_rank(title, check)
     with _shared_staging_folder(output, title) as folder:
-        _write(own, weights.folder, folder, title, report)
-        on_first_rank(title, lambda: _complete(folder, output, source, weights.model))
+        group = transfer_group()
+        _write(own, weights.folder, folder, title, report, group)
+
+        def complete() -> None:
+            if dist.get_rank() == 0:
+                _complete(folder, output, source, weights.model)
+
+        # With the patience of a transfer: a replaced checkpoint may take long to delete.
+        on_every_rank(title, complete, group)
     return Transfer(len(weights.expected), total)
 
 
@@ -150,7 +157,14 @@ class _StreamingPlanner(DefaultSavePlanner):
         return self._held
 
 
-def _write(pieces: Sequence[_Piece], source: ReleasedFolder, folder: Path, title: str, report: Report) -> None:
+def _write(
+    pieces: Sequence[_Piece],
+    source: ReleasedFolder,
+    folder: Path,
+    title: str,
+    report: Report,
+    group: dist.ProcessGroup,
+) -> None:
     total, done = sum(piece.num_bytes for piece in pieces), 0
 
     def read(piece: _Piece) -> torch.Tensor:
@@ -162,7 +176,7 @@ def _write(pieces: Sequence[_Piece], source: ReleasedFolder, folder: Path, title
     # On a machine with a GPU, anything but 0 would make the writer look ahead.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     try:
-        dcp.save({}, storage_writer=writer, planner=_StreamingPlanner(pieces, read), process_group=transfer_group())
+        dcp.save({}, storage_writer=writer, planner=_StreamingPlanner(pieces, read), process_group=group)
     except CheckpointException as error:
         # torch's own, which gathers the failures of all ranks and wraps an interruption, too.
         failures = [failure for failure, _ in error.failures.values()]

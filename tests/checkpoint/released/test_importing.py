@@ -152,6 +152,9 @@ def damage(folder: Path, how: str) -> str:
         with (folder / second).open("r+b") as stream:
             stream.write(b"\xff" * 16)
         return f"{second} cannot be read"
+    if how == "another file beside them":
+        save_file({"model.extra": torch.zeros(1)}, folder / "extra.safetensors")
+        return "extra.safetensors is not named by model.safetensors.index.json"
     if how == "tensor in two files":
         first = "model-00001-of-00002.safetensors"
         tensors = load_folder(folder)
@@ -179,6 +182,7 @@ def damage(folder: Path, how: str) -> str:
         "damaged header",
         "tensor in two files",
         "file outside the folder",
+        "another file beside them",
         "index names another file",
         "index leaves one out",
     ],

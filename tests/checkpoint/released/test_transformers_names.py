@@ -19,6 +19,8 @@ from steptron.checkpoint.released.transformers_names import (
     to_transformers,
     transformers_name,
 )
+from tests.checkpoint.released.transfers import do_export, do_import
+from tests.worker_pool import WorkerPool
 
 TINY = Path(__file__).parents[2] / "data" / "step3p5" / "tiny"
 NUM_LAYERS, DEPTHS = 9, 3
@@ -27,8 +29,12 @@ TOLERANCE = 1e-4  # of float32 logits with a standard deviation of 2
 
 
 @pytest.fixture(scope="module")
-def weights() -> dict[str, torch.Tensor]:
-    return load_file(TINY / "model.safetensors")
+def weights(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The case, imported and exported again."""
+    folder = tmp_path_factory.mktemp("exported")
+    pool.run(1, do_import, TINY, folder / "checkpoint")
+    pool.run(1, do_export, folder / "checkpoint", folder / "released")
+    return load_file(folder / "released" / "model.safetensors")
 
 
 @pytest.fixture
