@@ -73,8 +73,11 @@ def read_manifest(folder: Path) -> Manifest:
         if version != FORMAT_VERSION:
             raise UserError(f"{folder} has checkpoint format {version}, this version reads {FORMAT_VERSION}")
         return Manifest.model_validate_json(content)
-    except (OSError, ValidationError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        faults = "; ".join(".".join(map(str, (*fault["loc"], fault["msg"]))) for fault in error.errors())
+        raise UserError(f"{file} cannot be read: {faults}") from error
 
 
 class _ModelFile(Section):

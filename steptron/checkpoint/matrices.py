@@ -42,6 +42,20 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
 
+def what_failed(error: BaseException) -> str:
+    """The failure itself, in one line, of torch's exception that gathers those of all ranks.
+
+    Raises:
+        KeyboardInterrupt: an interruption, which torch gathers too.
+    """
+    failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    if any(isinstance(failure, KeyboardInterrupt) for failure in failures):
+        raise KeyboardInterrupt from error
+    failure = failures[0] if failures else error
+    text = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {text[0]}" if text else type(failure).__name__
+
+
 class StoredMatrices:
     """The logical matrices of a checkpoint's model.
 
@@ -59,7 +73,9 @@ class StoredMatrices:
         try:
             entries = self._reader.read_metadata().state_dict_metadata
         except Exception as error:
-            raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"{folder}/.metadata, its list of tensors, is missing or damaged: {type(error).__name__}"
+            ) from error
         self.matrices: Mapping[str, StoredMatrix] = {
             key.removeprefix(PREFIX): StoredMatrix(tuple(entry.size), entry.properties.dtype)
             for key, entry in entries.items()
@@ -81,5 +97,11 @@ class StoredMatrices:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(tensors, storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:
-            raise UserError(f"{self.folder} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self.folder} cannot be loaded: {what_failed(error)}{self._files(tensors)}") from error
         return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+
+    def _files(self, keys: Iterable[str]) -> str:
+        """Says which files hold some tensors: one of them is missing, truncated or damaged."""
+        wanted, places = set(keys), self._reader.read_metadata().storage_data or {}
+        names = sorted({place.relative_path for index, place in places.items() if index.fqn in wanted})
+        return f" (a file is missing, truncated or damaged: {', '.join(names[:8])})" if names else ""

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import steptron
 from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, prune
 from steptron.checkpoint.manifest import CONFIG, FORMAT_VERSION, Manifest, Progress, read_manifest
+from steptron.checkpoint.matrices import what_failed
 from steptron.checkpoint.tensors import model_tensors, optimizer_tensors
 from steptron.config.schema import PretrainConfig
 from steptron.config.show import to_yaml
@@ -110,7 +111,7 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
     try:
         loaded = dist_checkpointing.load(dict(tensors), str(folder))
     except _FAILURES as error:
-        raise UserError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise UserError(f"{folder} cannot be loaded: {what_failed(error)}") from error
     for key, target in targets.items():
         target.copy_(loaded[key])
 

@@ -133,9 +133,11 @@ class CheckpointWeights:
         self.model = read_model_config(path)
         self.sequence_length = read_sequence_length(path)
         self.stored = StoredMatrices(path)
-        missing = [name for name in _shapes(model_spec(self.model)) if name not in self.stored.matrices]
-        if missing:
-            raise ConfigError(f"checkpoint {path}", [f"{name} is missing" for name in missing])
+        expected = _shapes(model_spec(self.model))
+        problems = [f"{name} is missing" for name in expected if name not in self.stored.matrices]
+        problems += [f"{name} is not part of the model" for name in self.stored.matrices if name not in expected]
+        if problems:
+            raise ConfigError(f"checkpoint {path} does not fit its own configuration", problems)
         embedding = self.stored.matrices["embedding.weight"].dtype
         self.precision: Precision = "bf16" if embedding is torch.bfloat16 else "fp32"
 

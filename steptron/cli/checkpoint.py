@@ -58,15 +58,15 @@ def import_hf(
         _run_workers(nproc, arguments)
     with _transfer("import", output) as (report, conclude):
         from steptron.checkpoint.released.importing import import_released
+        from steptron.data.tokenizer import TOKENIZER_FILE
 
         done = import_released(folder, output, force=force, report=report)
-        conclude(
-            done,
-            [
-                f"steptron generate {output} --prompt 'Once upon a time'",
-                f"steptron pretrain FILE train.initial_weights={output}   (FILE names {output}/model.yaml under base:)",
-            ],
-        )
+        following = [
+            f"steptron pretrain FILE train.initial_weights={output}   (FILE names {output}/model.yaml under base:)"
+        ]
+        if (output / TOKENIZER_FILE).is_file():
+            following.append(f"steptron generate {output} --prompt 'Once upon a time'")
+        conclude(done, following)
 
 
 @app.command(name="export-hf")

@@ -218,6 +218,8 @@ class _Request:
             problems.append(str(error))
         if (problem := output_problem(self.out)) is not None:
             problems.append(problem)
+        elif self.out.exists() and any(self.out.samefile(read) for read in self._inputs()):
+            problems.append(f"--out {self.out} is one of the files that are read: name another one")
         if self.replay is not None and not self.replay.is_file():
             problems.append(f"--replay-routing {self.replay}: there is no such file")
         if problems or ids is None:
@@ -232,6 +234,9 @@ class _Request:
         inspection = overridden(opened.model, self.overrides)
         check_vocabulary(ids, inspection.model.vocab_size)
         return torch.from_numpy(ids), opened, inspection
+
+    def _inputs(self) -> list[Path]:
+        return [path for path in (self.input_ids, self.replay) if path is not None and path.exists()]
 
     def _experts(self, spec: ModelSpec, ids_BS: torch.Tensor) -> dict[int, torch.Tensor] | None:
         if self.replay is None:
@@ -271,6 +276,7 @@ class _Job:
         arrays = compute(load_model(same_on_every_rank(self.weights), self.config, device))
         if distributed.world().rank == 0:
             write_arrays(self.out, arrays)
+            typer.echo(f"{self.out} written")
         else:
             for _ in arrays:
                 pass

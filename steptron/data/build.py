@@ -21,9 +21,10 @@ from steptron.data.indexed import IndexedWriter, WrittenFile, smallest_dtype
 from steptron.data.limits import LARGEST_VOCABULARY, SMALLEST_TOKENIZER_SAMPLE
 from steptron.data.manifest import FileRecord, Manifest, SourceRecord, SplitRecord
 from steptron.data.readers import BadDocument, Fields, InputFile, RawDocument, find_files, read_file, recorded_name
+from steptron.data.replace import check_replaceable
 from steptron.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer, train_tokenizer
 from steptron.data.workers import Batch, encode_in_order
-from steptron.platform.staging import check_replaceable, publish, staging_folder
+from steptron.platform.staging import publish, staging_folder
 
 BAD_INPUT_FILE = "bad_input.jsonl"
 EXAMPLES_PER_KIND = 3

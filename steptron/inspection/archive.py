@@ -25,6 +25,8 @@ def output_problem(path: Path) -> str | None:
     folder = path.parent
     if path.is_dir():
         return f"--out {path} is a folder: name a file"
+    if path.exists() and not path.is_file():
+        return f"--out {path} is no file that can be replaced"
     if not folder.is_dir():
         return f"--out {path}: there is no folder {folder}"
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -40,6 +42,7 @@ def write_arrays(path: Path, arrays: Iterable[tuple[str, Array]]) -> None:
     Raises:
         UserError: it cannot be written.
     """
+    path = Path(os.path.realpath(path))  # a link stays one
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:

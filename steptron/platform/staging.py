@@ -11,33 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from steptron.data.errors import DataError
-from steptron.data.manifest import MANIFEST_FILE
-
-
-def check_replaceable(output: Path, force: bool, disposable: str) -> None:
-    """Checks that a dataset may be written to ``output``.
-
-    Args:
-        output: the folder to be.
-        force: whether a dataset there may be replaced. Anything else is never replaced.
-        disposable: name of a file that may be replaced when it is all there is.
-
-    Raises:
-        DataError: something is there that must not be replaced.
-    """
-    if not output.exists() and not output.is_symlink():
-        return
-    if output.is_dir() and not output.is_symlink():
-        names = {path.name for path in output.iterdir()}
-        if names <= {disposable}:
-            return
-        if MANIFEST_FILE in names:
-            if force:
-                return
-            raise DataError(f"{output}: holds a dataset; name another folder, or replace it with --force")
-    raise DataError(f"{output}: exists and is not a dataset; name another folder")
-
 
 @contextlib.contextmanager
 def staging_folder(output: Path) -> Iterator[Path]:
@@ -78,7 +51,7 @@ def staging_file(output: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path, output: Path) -> None:
-    """Moves a finished folder to ``output``, replacing what ``check_replaceable`` allowed.
+    """Moves a finished folder to ``output``, replacing what is there.
 
     What was there before is moved aside first, and moved back if the new folder cannot take its place;
     should the process die between the two renames, it stays aside as ``.NAME.replaced-*``.

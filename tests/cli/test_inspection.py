@@ -144,3 +144,15 @@ def test_bad_traces() -> None:
     result = model("trace-diff", "ids.npy", "absent.npz")
     assert result.exit_code == 2 and "ids.npy is no .npz file" in result.output
     assert model("trace-diff", "a.npz", "b.npz", "--tolerance", "-1").exit_code == 2
+
+
+def test_what_is_read_or_no_file_is_not_replaced(tmp_path: Path) -> None:
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.zeros((1, 4), np.int64))
+    before = ids.read_bytes()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for out, problem in ((ids, "is one of the files that are read"), (pipe, "is no file that can be replaced")):
+        result = model("logits", CASE, "--input-ids", ids, "--out", out)
+        assert result.exit_code == 2 and problem in result.output
+    assert ids.read_bytes() == before and pipe.is_fifo()

@@ -58,6 +58,7 @@ def export_released(
         UserError: ``output`` must not be replaced, a file cannot be read or written, or the disk is full. Raised on
             every process, whichever of them failed.
     """
+    output = output.absolute()  # "." has no name
     weights = _same_on_every_rank(weights)
     precision = precision or weights.precision
     companions = Companions.of(weights.path, weights.model, weights.sequence_length, companions_from)
@@ -66,7 +67,7 @@ def export_released(
     _check_shapes(weights, tensors)
     shards = plan_shards(tensors, precision, max_shard_bytes)
     total = sum(shard.num_bytes for shard in shards)
-    title, folder, group = f"{output} not written", output.with_name(f".{output.name}.exporting"), transfer_group()
+    title, folder, group = f"{output} not written", output.parent / f".{output.name}.exporting", transfer_group()
     lock = contextlib.ExitStack()
     missing: list[list[Shard]] = [[]]
 

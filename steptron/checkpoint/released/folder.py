@@ -7,6 +7,7 @@ closed again: what a process has read and let go does not stay mapped into it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,11 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """0 for a dtype that no model of ours has."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
 
 
 class ReleasedFolder:
@@ -108,7 +114,7 @@ def read_json(file: Path) -> dict[str, object]:
     """
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} does not hold a mapping")
@@ -140,6 +146,11 @@ def _indexed(index: Path, problems: list[str]) -> dict[str, StoredTensor]:
         for name, stored in tensors.items()
         if name not in entries
     ]
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    held = sum(stored.num_bytes for stored in tensors.values())
+    if total is not None and total != held and all(stored.num_bytes for stored in tensors.values()) and not problems:
+        problems.append(f"{index.name}: metadata.total_size is {total!r}, the tensors have {held} bytes")
     return tensors
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,8 @@ def import_released(source: Path, output: Path, *, force: bool, report: Report) 
 
         def complete() -> None:
             if dist.get_rank() == 0:
+                # Once more: another import may have written it in the meantime.
+                check_output(output, source, force, "a checkpoint", [MANIFEST])
                 _complete(folder, output, source, weights.model)
 
         # With the patience of a transfer: a replaced checkpoint may take long to delete.
@@ -182,7 +185,12 @@ def _write(
         failures = [failure for failure, _ in error.failures.values()]
         if any(isinstance(failure, KeyboardInterrupt) for failure in failures):
             raise KeyboardInterrupt from error
-        raise UserError(f"{title}: {failures[0]}") from error
+        failure = failures[0]
+        if isinstance(failure, UserError):
+            raise UserError(f"{title}: {failure}") from error
+        # torch's writer hides the system's reason, which mostly is a full disk.
+        free = shutil.disk_usage(folder.parent).free
+        raise UserError(f"{title}: {failure} (the disk has {free:,} bytes left)") from error
     report(total, total)
 
 

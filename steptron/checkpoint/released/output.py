@@ -22,8 +22,11 @@ def check_output(output: Path, source: Path, force: bool, kind: str, markers: Se
     Raises:
         UserError: something is there that must not be replaced.
     """
-    if source.resolve().is_relative_to(output.resolve()):
-        raise UserError(f"{output} is, or holds, what is read ({source}): name another folder")
+    if not output.absolute().name:
+        raise UserError(f"{output} is no folder that can be written: name another one")
+    read, written = source.resolve(), output.resolve()
+    if read.is_relative_to(written) or written.is_relative_to(read):
+        raise UserError(f"{output} is, holds or lies in what is read ({source}): name another folder")
     if not output.exists() and not output.is_symlink():
         return
     if output.is_dir() and not output.is_symlink():
@@ -45,6 +48,4 @@ def check_space(output: Path, num_bytes: int) -> None:
     """
     free = shutil.disk_usage(output.parent).free
     if free < num_bytes:
-        raise UserError(
-            f"{num_bytes / 1e9:,.2f} GB are to be written, but {output.parent} has {free / 1e9:,.2f} GB left"
-        )
+        raise UserError(f"{num_bytes:,} bytes are to be written, but the disk of {output.parent} has {free:,} left")

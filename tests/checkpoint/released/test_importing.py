@@ -152,6 +152,10 @@ def damage(folder: Path, how: str) -> str:
         with (folder / second).open("r+b") as stream:
             stream.write(b"\xff" * 16)
         return f"{second} cannot be read"
+    if how == "wrong total":
+        content["metadata"]["total_size"] = 2_882_241
+        index.write_text(json.dumps(content))
+        return f"metadata.total_size is {content['metadata']['total_size']}, the tensors have"
     if how == "another file beside them":
         save_file({"model.extra": torch.zeros(1)}, folder / "extra.safetensors")
         return "extra.safetensors is not named by model.safetensors.index.json"
@@ -183,6 +187,7 @@ def damage(folder: Path, how: str) -> str:
         "tensor in two files",
         "file outside the folder",
         "another file beside them",
+        "wrong total",
         "index names another file",
         "index leaves one out",
     ],
@@ -271,7 +276,7 @@ def test_what_is_there_is_replaced_only_when_asked_for(pool: WorkerPool, tmp_pat
         (message,) = pool.run(1, failure, do_import, CASE, taken, True)
         assert f"{taken} exists and is not a checkpoint" in message
     (message,) = pool.run(1, failure, do_import, source, tmp_path, True)
-    assert "is, or holds, what is read" in message
+    assert "is, holds or lies in what is read" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "other", "out"]
 
 
@@ -286,5 +291,5 @@ def on_a_small_disk(rank: int, world_size: int, source: Path, output: Path) -> N
 
 def test_a_disk_without_room_is_refused_at_once(pool: WorkerPool, tmp_path: Path) -> None:
     (message,) = pool.run(1, failure, on_a_small_disk, CASE, tmp_path / "out")
-    assert message.endswith(f"0.00 GB are to be written, but {tmp_path} has 0.00 GB left")
+    assert message.endswith(f"2,882,240 bytes are to be written, but the disk of {tmp_path} has 2,000,000 left")
     assert list(tmp_path.iterdir()) == []
