@@ -280,7 +280,7 @@ def test_what_is_there_is_replaced_only_when_asked_for(
     (message,) = pool.run(1, failure, do_export, checkpoint, checkpoint, 10**9, None, None, True)
     assert "is, holds or lies in what is read" in message
     (message,) = pool.run(1, failure, do_export, checkpoint, out, 10**9, None, out, True)
-    assert "is, or holds, what is read" in message
+    assert "is, holds or lies in what is read" in message
 
 
 def test_what_the_layout_cannot_express_is_refused(
