@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from steptron.cli.compare import compare
+from steptron.cli.interruption import terminated_like_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,18 +141,9 @@ def _starts_workers(nproc: int | None) -> bool:
     Raises:
         UserError: a launcher has started this one among others than ``nproc``.
     """
-    from steptron.errors import UserError
     from steptron.platform import launch
-    from steptron.platform.world import world
 
-    if not launch.under_launcher():
-        return nproc is not None and nproc > 1
-    place = world()
-    if nproc not in (None, place.size, place.local_size):
-        raise UserError(
-            f"--nproc {nproc}, but torchrun or srun has started this process as one of {place.size}: leave --nproc out"
-        )
-    return False
+    return launch.joined_size(nproc) is None and (nproc or 1) > 1
 
 
 def _run_workers(nproc: int | None, arguments: Sequence[str]) -> None:
@@ -189,26 +180,12 @@ def _transfer(
     distributed.initialize(torch.device("cpu"), _JOIN_SECONDS)
     description = verb if place.size == 1 else f"{verb}, share of rank 0 of {place.size}"
     try:
-        with _terminated_like_interrupted(), _progress(console, description) as report:
+        with terminated_like_interrupted(), _progress(console, description) as report:
             yield report, conclude
     finally:
         distributed.shutdown()
     for line in summary:
         console.print(line, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Lets SIGTERM unwind like Ctrl-C does, so that nothing half-written stays."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

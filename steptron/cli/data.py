@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steptron.cli.interruption import terminated_like_interrupted
 from steptron.data.limits import LARGEST_VOCABULARY, SMALLEST_TOKENIZER_SAMPLE
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def build(
         force=force,
     )
     console = _console()
-    with _system_errors_named(output), _terminated_like_interrupted():
+    with _system_errors_named(output), terminated_like_interrupted():
         try:
             with _progress_bar(console) as report:
                 result = build_dataset(options, report)
@@ -131,7 +131,7 @@ def build_index(
     if datasets := validation_datasets(data):
         wanted = config.train.validation.batches * config.train.global_batch_size
         files += SampleSource(datasets, "validation", data).order_files(0, wanted)
-    with _system_errors_named(folder), _terminated_like_interrupted(), _order_progress_bar(console) as report:
+    with _system_errors_named(folder), terminated_like_interrupted(), _order_progress_bar(console) as report:
         cache = IndexCache(folder, config.parallel.timeout_seconds, report)
         for order in files:
             did = cache.prepare(order)
@@ -264,20 +264,6 @@ def _system_errors_named(path: Path) -> Iterator[None]:
         raise DataError(f"{error.filename or path}: not a folder; name another place") from error
     except OSError as error:
         raise DataError(f"{error.filename or path}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Lets SIGTERM unwind like Ctrl-C does, so that nothing half-written stays."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

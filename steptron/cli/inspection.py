@@ -151,17 +151,13 @@ class _Request:
 
     def start(self, command: str, nproc: int | None, only: Sequence[str] = ()) -> _Job:
         """Checks everything; then, where processes are to be started, does so and exits with their code."""
-        from steptron.platform import distributed, launch
+        from steptron.platform import launch
 
-        joining, world = launch.under_launcher(), distributed.world()
-        if joining and nproc not in (None, world.size, world.local_size):
-            raise UserError(
-                f"--nproc {nproc}, but torchrun or srun has started this process as one of {world.size}: "
-                "leave --nproc out"
-            )
-        job = self._check(world.size if joining else nproc or 1, only)
-        if nproc is not None and nproc > 1 and not joining:
-            raise typer.Exit(launch.run_local(nproc, self._arguments(command, job.weights.path, only)))
+        joined = launch.joined_size(nproc)
+        world_size = joined or nproc or 1
+        job = self._check(world_size, only)
+        if joined is None and world_size > 1:
+            raise typer.Exit(launch.run_local(world_size, self._arguments(command, job.weights.path, only)))
         return job
 
     def trace_transformers(self, nproc: int | None, only: Sequence[str]) -> None:

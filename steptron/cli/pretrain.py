@@ -44,22 +44,17 @@ def pretrain(
         # Kernels then start in the order in which they were queued, so that a gather that should run beside a
         # product is not kept waiting behind it. Read by the CUDA driver when it starts, which the checks may do.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    joining = launch.under_launcher()
-    world = distributed.world()
-    if joining and nproc not in (None, world.size, world.local_size):
-        raise UserError(
-            f"--nproc {nproc}, but torchrun or srun has started this process as one of {world.size}: leave --nproc out"
-        )
-    world_size = world.size if joining else nproc or 1
+    joined = launch.joined_size(nproc)
+    world_size = joined or nproc or 1
     if profile_ranks is not None and profile is None:
         raise UserError("--profile-ranks says which ranks profile; add --profile to say which steps")
     request = None if profile is None else parse_request(profile, profile_ranks, config.train.steps, world_size)
     check(config, world_size=world_size, check_data=True)
-    if nproc is not None and nproc > 1 and not joining:
+    if joined is None and world_size > 1:
         arguments = ["pretrain", str(file), *(overrides or []), *(["--fresh"] if fresh else [])]
         for option, value in (("--profile", profile), ("--profile-ranks", profile_ranks)):
             arguments += [] if value is None else [option, value]
-        raise typer.Exit(launch.run_local(nproc, arguments))
+        raise typer.Exit(launch.run_local(world_size, arguments))
 
     device = distributed.start(config.train.device, config.train.threads, config.parallel.timeout_seconds)
 

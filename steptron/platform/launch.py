@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from steptron.platform.world import under_launcher
+from steptron.errors import UserError
+from steptron.platform.world import under_launcher, world
 
-__all__ = ["LISTEN_FD", "Workers", "run_local", "under_launcher"]
+__all__ = ["LISTEN_FD", "Workers", "joined_size", "run_local", "under_launcher"]
 
 LISTEN_FD = "STEPTRON_LISTEN_FD"
 """Environment variable of rank 0: file descriptor of the socket that already listens at MASTER_PORT."""
@@ -35,6 +36,25 @@ ORDERLY_EXIT_CODES = (0, os.EX_TEMPFAIL)
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 40
 _PR_SET_PDEATHSIG = 1
+
+
+def joined_size(nproc: int | None) -> int | None:
+    """Processes that torchrun or srun has started, this one among them; None where nobody has.
+
+    Args:
+        nproc: processes that the user asked for by --nproc.
+
+    Raises:
+        UserError: the launcher has started others than ``nproc``, in all or on this machine.
+    """
+    if not under_launcher():
+        return None
+    place = world()
+    if nproc not in (None, place.size, place.local_size):
+        raise UserError(
+            f"--nproc {nproc}, but torchrun or srun has started this process as one of {place.size}: leave --nproc out"
+        )
+    return place.size
 
 
 class Workers:
