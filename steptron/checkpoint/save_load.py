@@ -64,7 +64,7 @@ def save(
     final = checkpoint_folder(config.train.output, progress.step)
     temporary = final.with_suffix(".new.partial")
     on_first_rank("checkpoint not written", lambda: _prepare(temporary))
-    tensors: dict[str, Any] = model_tensors(model, mesh) | optimizer_tensors(optimizer, model, mesh)
+    tensors: dict[str, Any] = model_tensors(model, mesh) | optimizer_tensors(optimizer)
     try:
         with _results_in_this_process():
             dist_checkpointing.save(tensors, str(temporary), validate_access_integrity=True)
@@ -93,7 +93,7 @@ def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> 
     manifest = read_manifest(folder)
     if manifest.progress is None:
         raise UserError(f"{folder} holds a model alone, not the state of a run")
-    tensors = model_tensors(model, mesh) | optimizer_tensors(optimizer, model, mesh)
+    tensors = model_tensors(model, mesh) | optimizer_tensors(optimizer)
     _check_matches(folder, model, tensors)
     load_tensors(folder, tensors)
     optimizer.set_num_steps(manifest.optimizer_steps)
@@ -122,7 +122,7 @@ def _check_matches(folder: Path, model: ModelChunks, tensors: dict[str, ShardedT
     except _FAILURES as error:
         raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     problems = []
-    for key, tensor in tensors.items():
+    for key, tensor in {tensor.key: tensor for tensor in tensors.values()}.items():
         if key not in stored:
             problems.append(f"{key} is missing")
         elif tuple(stored[key].global_shape) != tuple(tensor.global_shape):

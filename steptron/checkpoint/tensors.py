@@ -7,15 +7,17 @@ expert-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from steptron.checkpoint.boxes import boxes
 from steptron.model.chunks import ModelChunks
 from steptron.model.layer_spec import ParameterSpec
 from steptron.model.parameter_shards import Cut, MatrixShard, cut_of, shard
-from steptron.optim.base import Optimizer
+from steptron.optim.base import Optimizer, StateTensor
 from steptron.parallel.mesh import Mesh
 
 
@@ -25,12 +27,42 @@ def model_tensors(model: ModelChunks, mesh: Mesh) -> dict[str, ShardedTensor]:
     return _sharded("model", tensors, model, mesh)
 
 
-def optimizer_tensors(optimizer: Optimizer, model: ModelChunks, mesh: Mesh) -> dict[str, ShardedTensor]:
-    """Optimizer state of this process, by key ``optimizer.<kind>.<logical name>``."""
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
+    """What this process owns of the optimizer's state, by key ``optimizer.<kind>.<logical name>``; of what is cut into
+    several parts on one process each has a number after its key here, and the same key in the checkpoint."""
     sharded: dict[str, ShardedTensor] = {}
     for kind, tensors in optimizer.state().items():
-        sharded |= _sharded(f"optimizer.{kind}", tensors, model, mesh)
+        for state in tensors:
+            for part in _parts_of_run(f"optimizer.{kind}", state):
+                sharded[f"{part.key}#{len(sharded)}"] = part
     return sharded
+
+
+def _parts_of_run(prefix: str, state: StateTensor) -> Iterator[ShardedTensor]:
+    """The rectangles of logical matrices that a run of a parameter's flattened tensor consists of."""
+    piece = state.owned.piece
+    shard, row_axis = piece.shard, 1 if piece.shard.parameter.is_expert else 0
+    for box in boxes(shard.shape, piece.start, piece.stop):
+        data = state.tensor[box.start - piece.start :][: math.prod(box.shape)].view(box.shape)
+        first_row, stop_row = box.offset[row_axis], box.offset[row_axis] + box.shape[row_axis]
+        for part in shard.matrices:
+            low, high = max(first_row, part.rows[0]), min(stop_row, part.rows[1])
+            if low >= high:
+                continue  # rows that fill a vocabulary up belong to no matrix
+            offset = list(box.offset)
+            offset[row_axis] = low - part.rows[0]
+            offset[part.axis] += part.range[0]
+            view = data.narrow(row_axis, low - first_row, high - low)
+            yield ShardedTensor(
+                f"{prefix}.{part.matrix.name}",
+                view,
+                view.dtype,
+                tuple(view.shape),
+                shard.parameter.matrix_shape(part.matrix),
+                tuple(offset),
+                axis_fragmentations=None,
+                replica_id=int(state.owned.is_copy),
+            )
 
 
 def _sharded(

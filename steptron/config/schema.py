@@ -324,13 +324,73 @@ class ScheduleConfig(Section):
     )
 
 
+class MuonConfig(Section):
+    """Muon: momentum, orthogonalised by Polar Express."""
+
+    momentum: DecayRate = Field(0.95, description="decay of the momentum, which adds up gradients")
+    nesterov: bool = Field(True, description="orthogonalise gradient + momentum x buffer instead of the buffer")
+    steps: Annotated[int, Field(gt=0, le=100)] = Field(
+        6, description="Polar-Express steps; beyond the eighth its last row repeats"
+    )
+    precision: Literal["fp16", "bf16", "fp32"] = Field(
+        "fp16", description="dtype of the state and intermediates of Polar Express, after normalisation in fp32"
+    )
+    scale: Literal["match_rms_adamw", "spectral", "shape_scaling", "unit_rms_norm"] = Field(
+        "match_rms_adamw",
+        description="factor of the orthogonal update of a matrix [out, in]: 0.2 sqrt(max(out, in)), sqrt(max(out, in)), "
+        "sqrt(max(1, out / in)) or sqrt(out / in)",
+    )
+    batch_elements: Size = Field(
+        1 << 26, description="elements of the equal matrices that are orthogonalised at once, one matrix at least"
+    )
+
+
+class RoleOptimizerConfig(Section):
+    """What one role's parameters have of their own."""
+
+    optimizer: Literal["muon", "adamw"] | None = Field(
+        None, description="under `optimizer.name: muon`: which of both; by default Muon for hidden matrices, AdamW for others"
+    )
+    lr_multiplier: NonNegativeFloat = Field(1.0, description="times the learning rate")
+    decay: bool | None = Field(None, description="whether the weights decay; as usual for the role when unset")
+
+
+class ShardingConfig(Section):
+    """ZeRO-1: every rank keeps the optimizer's state for its share of the parameters that it holds with others."""
+
+    reduction: Literal["auto", "reduce_scatter", "all_reduce"] = Field(
+        "auto",
+        description="how gradients are added up: reduce_scatter brings each to its owner alone, and pads where matrices "
+        "do not divide evenly; all_reduce to all; auto decides for each buffer by `max_padding`",
+    )
+    max_padding: NonNegativeFloat = Field(
+        0.15, description="with reduction auto: most padding of a buffer that is reduce-scattered, over its elements"
+    )
+    overlap_gather: bool = Field(
+        True, description="updated parameters come in while the next forward pass runs, each waited for where it is used"
+    )
+
+
+class WeightClippingConfig(Section):
+    """Clipping of experts' projections by what they put out, for comparison with activation clipping."""
+
+    threshold: PositiveFloat | None = Field(
+        None,
+        description="largest norm of an expert projection's output over the tokens since the last checkpoint; larger "
+        "ones are scaled back at a checkpoint; off when unset",
+    )
+
+
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "sgd"] = Field(
-        "adamw", description="optimizer; sgd (without momentum) serves comparisons of layouts"
+    name: Literal["muon", "adamw", "sgd"] = Field(
+        "muon",
+        description="optimizer; muon takes AdamW for what is no hidden matrix; sgd (without momentum) serves comparisons "
+        "of layouts",
     )
     lr: PositiveFloat = Field(description="peak learning rate")
+    muon: MuonConfig = Field(default_factory=MuonConfig, description="Muon's own settings")
     beta1: DecayRate = Field(0.9, description="AdamW's decay of the first moment")
     beta2: DecayRate = Field(0.95, description="AdamW's decay of the second moment")
     eps: Epsilon = Field(1e-8, description="AdamW's epsilon of the denominator")
@@ -338,8 +398,16 @@ class OptimizerConfig(Section):
     decay_norms: bool = Field(
         True, description="apply weight decay to zero-centred norm weights too, as the report's trainer does"
     )
+    roles: dict[str, RoleOptimizerConfig] = Field(
+        default_factory=dict,
+        description="settings of the parameters of a role, by its name (`steptron config roles` lists them)",
+    )
     clip_grad_norm: NonNegativeFloat = Field(1.0, description="largest global gradient norm; 0 turns clipping off")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="learning-rate schedule")
+    sharding: ShardingConfig = Field(default_factory=ShardingConfig, description="who owns what (ZeRO-1)")
+    weight_clipping: WeightClippingConfig = Field(
+        default_factory=WeightClippingConfig, description="clipping of experts' projections"
+    )
 
 
 class BatchRampConfig(Section):

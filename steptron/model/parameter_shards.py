@@ -57,6 +57,14 @@ def cut_of(role: ParameterRole) -> Cut:
     return Cut.COLUMNS if role in _COLUMNS else Cut.NONE
 
 
+def replicas_of(role: ParameterRole, tensor_size: int) -> str:
+    """Name of the group whose ranks hold the same part of a parameter, as in Megatron-Core's ``ProcessGroupCollection``."""
+    cut = cut_of(role)
+    if cut is Cut.EXPERTS:
+        return "expt_dp"
+    return "tp_dp_cp" if cut is Cut.NONE and tensor_size > 1 else "dp_cp"
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank's coordinates among the ranks that share the parameters of its pipeline stage."""
@@ -176,3 +184,59 @@ def _part(name: str, what: str, extent: int, count: int) -> int:
     if extent % count:
         raise ValueError(f"{name}: {extent} {what} cannot be shared by {count} ranks")
     return extent // count
+
+
+@dataclass(frozen=True)
+class MatrixPlace:
+    """Where one whole or tensor-parallel part of a logical matrix lies in a rank's tensor.
+
+    Attributes:
+        part: the part; of stacked experts, of the stack.
+        expert: which expert of the whole layer; None for other matrices.
+        start, stop: its run of the flattened local tensor.
+        shape: [rows, columns] of the run.
+        whole_shape: [rows, columns] of the whole matrix.
+    """
+
+    part: MatrixShard
+    expert: int | None
+    start: int
+    stop: int
+    shape: tuple[int, int]
+    whole_shape: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        """The logical matrix; of experts with the expert's number."""
+        return self.part.matrix.name if self.expert is None else f"{self.part.matrix.name}[{self.expert}]"
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.whole_shape
+
+
+def matrices_of(shard: ParameterShard) -> list[MatrixPlace]:
+    """The logical matrices of a rank's part of a parameter, each expert's apart, in the order of memory.
+
+    Raises:
+        ValueError: they do not fill the parameter, or it holds vectors; the message names it.
+    """
+    name, shape = shard.parameter.name, shard.shape
+    stack = shape[0] if shard.parameter.is_expert else 1
+    if len(shape) != (3 if shard.parameter.is_expert else 2):
+        raise ValueError(f"{name} {list(shape)} is no matrix")
+    rows, columns = shape[-2:]
+    places, covered = [], 0
+    for index in range(stack):
+        for part in shard.matrices:
+            first, last = part.rows
+            start, stop = (index * rows + first) * columns, (index * rows + last) * columns
+            if start != covered:
+                raise ValueError(f"{part.matrix.name}: its rows {part.rows} in {name} {list(shape)} leave a gap or overlap")
+            expert = part.range[0] + index if shard.parameter.is_expert else None
+            whole = shard.parameter.matrix_shape(part.matrix)[-2:]
+            places.append(MatrixPlace(part, expert, start, stop, (last - first, columns), (whole[0], whole[1])))
+            covered = stop
+    if covered != shard.size:
+        raise ValueError(f"{name}: its matrices fill {covered} of {shard.size} elements")
+    return places

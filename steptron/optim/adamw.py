@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from steptron.config.schema import OptimizerConfig
-from steptron.optim.base import MasterWeights, NamedParameter, weight_decay
+from steptron.optim.base import MasterWeights, StateTensor
+from steptron.optim.owned import OwnedPiece
+from steptron.optim.rules import Rule
 from steptron_kernels.packed_weights import weights_changed
 
 
 class AdamW:
     """AdamW with decoupled weight decay (arXiv 1711.05101) on fp32 weights."""
 
-    def __init__(self, config: OptimizerConfig, parameters: list[NamedParameter]) -> None:
-        self._master = MasterWeights(parameters)
-        self._parameters = parameters
-        groups: dict[float, list[torch.Tensor]] = {}
-        for parameter, weight in zip(parameters, self._master.weights, strict=True):
-            groups.setdefault(weight_decay(config, parameter.spec.role), []).append(weight)
-        # A pipeline stage may be empty; torch wants at least a group.
+    def __init__(self, config: OptimizerConfig, owned: Sequence[OwnedPiece]) -> None:
+        self._master = MasterWeights(owned)
+        self._owned = owned
+        by_rule: dict[Rule, list[torch.Tensor]] = {}
+        for piece, weight in zip(owned, self._master.weights, strict=True):
+            by_rule.setdefault(piece.piece.rule, []).append(weight)
+        # A rank may own nothing; torch wants at least a group.
         self._engine = torch.optim.AdamW(
-            [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()] or [{"params": []}],
+            [
+                {"params": weights, "weight_decay": rule.weight_decay, "lr_multiplier": rule.lr_multiplier}
+                for rule, weights in by_rule.items()
+            ]
+            or [{"params": [], "lr_multiplier": 1.0}],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -39,19 +45,19 @@ class AdamW:
 
     def step(self, lr: float) -> None:
         for group in self._engine.param_groups:
-            group["lr"] = lr
-        for parameter, weight in zip(self._parameters, self._master.weights, strict=True):
-            weight.grad = parameter.tensor.main_grad  # type: ignore[attr-defined]
+            group["lr"] = lr * group["lr_multiplier"]
+        for piece, weight in zip(self._owned, self._master.weights, strict=True):
+            weight.grad = piece.gradient
         self._engine.step()
         self._num_steps += 1
         weights_changed(self._master.weights)
         self._master.write_back()
 
-    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        states: dict[str, dict[str, torch.Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
-        for parameter, weight in zip(self._parameters, self._master.weights, strict=True):
+    def state(self) -> Mapping[str, Sequence[StateTensor]]:
+        states: dict[str, list[StateTensor]] = {"exp_avg": [], "exp_avg_sq": []}
+        for piece, weight in zip(self._owned, self._master.weights, strict=True):
             for kind, tensors in states.items():
-                tensors[parameter.spec.name] = self._engine.state[weight][kind]
+                tensors.append(StateTensor(piece, self._engine.state[weight][kind]))
         return states | self._master.state()
 
     @property

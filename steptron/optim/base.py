@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from steptron.config.schema import OptimizerConfig
-from steptron.model.layer_spec import ParameterRole, ParameterSpec
+from steptron.optim.owned import OwnedPiece
 
 
 @dataclass(frozen=True)
-class NamedParameter:
-    """A trained parameter of this process: its spec (logical name, roles) and the tensor.
+class StateTensor:
+    """A part of the optimizer's state: of a piece, in the order of its elements."""
 
-    ``tensor.main_grad`` holds its reduced fp32 gradient when the optimizer steps.
-    """
-
-    spec: ParameterSpec
-    tensor: torch.nn.Parameter
-
-
-def weight_decay(config: OptimizerConfig, role: ParameterRole) -> float:
-    """Decoupled weight decay of a parameter.
-
-    Norms (zero-centred, so that decay pulls gamma towards 1) and sinks decay only with ``decay_norms``.
-    """
-    undecayed = not config.decay_norms and role in (ParameterRole.NORM, ParameterRole.SINK)
-    return 0.0 if undecayed else config.weight_decay
+    owned: OwnedPiece
+    tensor: torch.Tensor
 
 
 class Optimizer(Protocol):
-    """Updates parameters from their ``main_grad``."""
+    """Updates what this process owns from its reduced gradients."""
 
     def step(self, lr: float) -> None:
         """One update at the given learning rate."""
         ...
 
-    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """State tensors by kind (such as ``exp_avg``, ``master``) and parameter name, shaped as the
-        parameter; loading a checkpoint writes into them in place."""
+    def state(self) -> Mapping[str, Sequence[StateTensor]]:
+        """State tensors by kind (such as ``exp_avg``, ``momentum``, ``master``), each as long as its piece; loading a
+        checkpoint writes into them in place."""
         ...
 
     @property
@@ -55,27 +42,28 @@ class Optimizer(Protocol):
 
 
 class MasterWeights:
-    """fp32 weights that the optimizer updates; the parameters themselves when those are fp32."""
+    """fp32 weights that the optimizer updates; the parameters themselves when those are fp32.
 
-    def __init__(self, parameters: list[NamedParameter]) -> None:
-        self._parameters = parameters
-        self.weights = [
-            p.tensor.detach() if p.tensor.dtype is torch.float32 else p.tensor.detach().float() for p in parameters
-        ]
+    Attributes:
+        weights: [n] for each piece, fp32.
+    """
+
+    def __init__(self, owned: Sequence[OwnedPiece]) -> None:
+        self._owned = owned
+        self.weights = [piece.weight if _is_wide(piece) else piece.weight.float() for piece in owned]
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Rounds updated weights into parameters of a narrower dtype."""
-        for parameter, weight in zip(self._parameters, self.weights, strict=True):
-            if parameter.tensor.dtype is not torch.float32:
-                parameter.tensor.copy_(weight)
+        for piece, weight in zip(self._owned, self.weights, strict=True):
+            if not _is_wide(piece):
+                piece.weight.copy_(weight)
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def state(self) -> dict[str, list[StateTensor]]:
         """``master`` weights that exist beside the parameters."""
-        return {
-            "master": {
-                p.spec.name: w
-                for p, w in zip(self._parameters, self.weights, strict=True)
-                if p.tensor.dtype is not torch.float32
-            }
-        }
+        pairs = zip(self._owned, self.weights, strict=True)
+        return {"master": [StateTensor(piece, weight) for piece, weight in pairs if not _is_wide(piece)]}
+
+
+def _is_wide(piece: OwnedPiece) -> bool:
+    return piece.weight.dtype is torch.float32

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from steptron.config.schema import OptimizerConfig
-from steptron.optim.base import MasterWeights, NamedParameter, weight_decay
+from steptron.optim.base import MasterWeights, StateTensor
+from steptron.optim.owned import OwnedPiece
 
 
 class Sgd:
     """w <- w - lr * (gradient + weight_decay * w); no momentum. Decay skips what AdamW's skips."""
 
-    def __init__(self, config: OptimizerConfig, parameters: list[NamedParameter]) -> None:
-        self._master = MasterWeights(parameters)
-        self._parameters = parameters
-        self._decays = [weight_decay(config, parameter.spec.role) for parameter in parameters]
+    def __init__(self, owned: Sequence[OwnedPiece]) -> None:
+        self._master = MasterWeights(owned)
+        self._owned = owned
         self._num_steps = 0
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for parameter, weight, decay in zip(self._parameters, self._master.weights, self._decays, strict=True):
-            weight.mul_(1 - lr * decay)
-            weight.sub_(parameter.tensor.main_grad, alpha=lr)  # type: ignore[attr-defined]
+        for piece, weight in zip(self._owned, self._master.weights, strict=True):
+            rule = piece.piece.rule
+            own = lr * rule.lr_multiplier
+            weight.mul_(1 - own * rule.weight_decay)
+            weight.sub_(piece.gradient, alpha=own)
         self._master.write_back()
         self._num_steps += 1
 
-    def state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def state(self) -> Mapping[str, Sequence[StateTensor]]:
         return self._master.state()
 
     @property

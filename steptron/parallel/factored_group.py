@@ -2,44 +2,35 @@
 
 Links within a node are an order of magnitude faster than those between nodes. A sum over the group is then
 made of three steps, of which the middle one, over the slow links, carries only a node-th of the bytes:
-reduce-scatter within the node, all-reduce between nodes, all-gather within the node.
+reduce-scatter within the node, all-reduce between nodes, all-gather within the node. A reduce-scatter over the whole
+group is the same within the node and then between nodes; an all-gather goes between nodes and then within them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from steptron.parallel.collectives import all_gather, reduce_scatter
 from steptron.parallel.factors import Factor, split_by_node
+from steptron.parallel.replica_group import WholeGroup, Work
 from steptron.parallel.traffic import Kind, Traffic, wire_bytes
-
-# Names from torch 2.13 on, and before.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Reduction(Protocol):
-    """A sum on its way."""
-
-    def wait(self) -> Any:
-        """Returns when the sum is there (on CUDA: when what the current stream does next will find it)."""
 
 
 class FactoredGroup:
-    """A process group whose sums go within nodes first, then between them.
+    """A process group whose collectives go within nodes and between them, one after the other.
 
-    Every member must start the same reductions in the same order. On CUDA they pipeline by themselves: while one
-    is between nodes, the next one is within them. On gloo a reduction's second and third step start when it, or a
-    later one, is waited for.
+    Every member must start the same collectives in the same order. On CUDA they pipeline by themselves: while one
+    is between nodes, the next one is within them. On gloo the second and third step of a collective start when it, or
+    a later one, is waited for.
 
     Results have the same bits on all members; the order of additions differs from that of one all-reduce over
     the whole group, so that sums of floats may differ from its by rounding. With one member per node, or all
-    members on one node, nothing is left to factor: sums are one all-reduce, counted for that factor.
+    members on one node, nothing is left to factor: collectives are those of the whole group, counted for that factor.
 
     Must be constructed by every member of ``group``, in the same order as its other groups; other processes
     need not take part.
@@ -52,7 +43,8 @@ class FactoredGroup:
     Attributes:
         intra, inter: the factors; one of them is ``group`` itself where there is nothing to factor, the other
             one None.
-        traffic: what this rank has handed to each factor's collectives so far.
+        traffic: what this rank has handed to each factor's collectives so far; broadcasts, which go over the whole
+            group, are left out.
 
     Raises:
         ValueError: nodes have different numbers of members.
@@ -61,27 +53,32 @@ class FactoredGroup:
     def __init__(self, group: dist.ProcessGroup, node_size: int, timeout: timedelta) -> None:
         self.whole = group
         self.traffic = dict.fromkeys(Factor, Traffic())
+        self._whole = WholeGroup(group)
         nodes = split_by_node(dist.get_process_group_ranks(group), node_size)
         self.intra = group if len(nodes) == 1 else None
         self.inter = group if len(nodes[0]) == 1 and len(nodes) > 1 else None
         self._queue: list[_Staged] = []
-        self._streams: list[torch.cuda.Stream] = []
+        self._streams: dict[dist.ProcessGroup, torch.cuda.Stream] = {}
         if self.intra is not None or self.inter is not None:
             return
         rank = dist.get_rank()
         (node,) = (members for members in nodes if rank in members)
         column = [members[node.index(rank)] for members in nodes]
+        # Cell i * nodes + j belongs to member i of node j; of every cell the group's rank.
+        ranks = dist.get_process_group_ranks(group)
+        self._by_cell = [ranks.index(members[i]) for i in range(len(node)) for members in nodes]
 
         def create(ranks: list[int], purpose: str) -> dist.ProcessGroup:
             created = dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=purpose)
             assert isinstance(created, dist.ProcessGroup)
             return created
 
+        # Sums and gathers have groups of their own. Each group then carries operations in the order in which
+        # collectives were started, and its ranks agree on it however far each is with the other groups.
         self.intra = create(node, "intra-node reduce-scatter")
-        self.inter = create(column, "inter-node all-reduce")
-        # Gathers have a group of their own. Each group then carries one kind of operation, in the order of the
-        # reductions, and its ranks agree on it however far each is with the other groups.
-        self._gather_group = create(node, "intra-node all-gather")
+        self.inter = create(column, "inter-node sums")
+        self._gather_between = create(column, "inter-node all-gather")
+        self._gather_within = create(node, "intra-node all-gather")
 
     def size(self) -> int:
         """Members of the whole group."""
@@ -91,6 +88,13 @@ class FactoredGroup:
         """This process's place in the whole group."""
         return self.whole.rank()
 
+    @property
+    def cell(self) -> int:
+        """Which of the equal cells of a tensor this member owns: those of the first members of all nodes come first."""
+        if self.intra is None or self.inter is None:
+            return self._whole.cell
+        return self.intra.rank() * self.inter.size() + self.inter.rank()
+
     def group_names(self, name: str) -> dict[str, str]:
         """Names of the factors, "NAME.intra" and "NAME.inter", by torch's ``group_name``."""
         if self.intra is None or self.inter is None:
@@ -98,101 +102,145 @@ class FactoredGroup:
             return {self.whole.group_name: f"{name}.{factor}"}
         return {
             self.intra.group_name: f"{name}.{Factor.INTRA}",
-            self._gather_group.group_name: f"{name}.{Factor.INTRA}",
+            self._gather_within.group_name: f"{name}.{Factor.INTRA}",
             self.inter.group_name: f"{name}.{Factor.INTER}",
+            self._gather_between.group_name: f"{name}.{Factor.INTER}",
         }
 
-    def reduce(self, data: torch.Tensor) -> Reduction:
+    def all_reduce(self, data: torch.Tensor) -> Work:
         """Starts to add up a tensor over the whole group, in place.
-
-        The tensor must neither be used nor freed before ``wait()`` of what is returned.
 
         Args:
             data: contiguous, of the same shape and dtype on all members.
         """
-        if not data.is_contiguous():
-            raise ValueError(f"only contiguous tensors are reduced in place; strides are {data.stride()}")
+        flat = _flat(data)
         if self.inter is None or self.intra is None:
-            factor = Factor.INTER if self.intra is None else Factor.INTRA
-            self._count(factor, Kind.ALL_REDUCE, data, self.whole)
-            work = dist.all_reduce(data, group=self.whole, async_op=True)
-            assert work is not None
-            return work
+            self._count_whole(Kind.ALL_REDUCE, flat)
+            return self._whole.all_reduce(data)
         parts = self.intra.size()
-        flat = data.view(-1)
         padded = flat
         if flat.numel() % parts:
             padded = flat.new_zeros(-(-flat.numel() // parts) * parts)
             padded[: flat.numel()] = flat
         own = padded.chunk(parts)[self.intra.rank()] if padded.numel() else padded
-        self._count(Factor.INTRA, Kind.REDUCE_SCATTER, padded, self.intra)
-        self._count(Factor.INTER, Kind.ALL_REDUCE, own, self.inter)
-        self._count(Factor.INTRA, Kind.ALL_GATHER, padded, self.intra)
-        buffers = _Buffers(flat, padded, own)
-        if data.is_cuda:
-            return self._chain_on_streams(buffers)
-        self._queue.append(_Staged(self, buffers))
-        return self._queue[-1]
+        steps = (
+            _Step(Kind.REDUCE_SCATTER, self.intra, padded, own),
+            _Step(Kind.ALL_REDUCE, self.inter, own, own),
+            _Step(Kind.ALL_GATHER, self._gather_within, padded, own),
+        )
+        return self._start(steps, flat, padded)
+
+    def reduce_scatter(self, data: torch.Tensor) -> Work:
+        """Starts to add up a tensor over the whole group; this member's cell gets the sum.
+
+        Args:
+            data: contiguous, a multiple of the group's size long.
+        """
+        flat = _flat(data)
+        if self.inter is None or self.intra is None:
+            self._count_whole(Kind.REDUCE_SCATTER, flat)
+            return self._whole.reduce_scatter(flat)
+        part = flat.chunk(self.intra.size())[self.intra.rank()]
+        own = part.chunk(self.inter.size())[self.inter.rank()]
+        steps = (
+            _Step(Kind.REDUCE_SCATTER, self.intra, flat, part),
+            _Step(Kind.REDUCE_SCATTER, self.inter, part, own),
+        )
+        return self._start(steps, flat, flat)
+
+    def all_gather(self, data: torch.Tensor) -> Work:
+        """Starts to give every member's cell to all.
+
+        Args:
+            data: contiguous, a multiple of the group's size long.
+        """
+        flat = _flat(data)
+        if self.inter is None or self.intra is None:
+            self._count_whole(Kind.ALL_GATHER, flat)
+            return self._whole.all_gather(flat)
+        part = flat.chunk(self.intra.size())[self.intra.rank()]
+        own = part.chunk(self.inter.size())[self.inter.rank()]
+        steps = (
+            _Step(Kind.ALL_GATHER, self._gather_between, part, own),
+            _Step(Kind.ALL_GATHER, self._gather_within, flat, part),
+        )
+        return self._start(steps, flat, flat)
+
+    def broadcast(self, data: torch.Tensor, cell: int) -> Work:
+        """Starts to give the tensor of the member that owns ``cell`` to all, over the whole group at once."""
+        is_whole = self.inter is None or self.intra is None
+        return self._whole.broadcast(data, cell if is_whole else self._by_cell[cell])
 
     def complete(self, staged: _Staged) -> None:
-        """Waits for a reduction and for those that were started before it, step by step over all of them, so
+        """Waits for a collective and for those that were started before it, step by step over all of them, so
         that they overlap."""
         last = self._queue.index(staged)
-        for _ in _STEPS:
-            for earlier in self._queue[: last + 1]:
-                earlier.next_step()
+        waiting = self._queue[: last + 1]
+        for index in range(max(len(earlier.steps) for earlier in waiting)):
+            for earlier in waiting:
+                if index < len(earlier.steps):
+                    earlier.next_step()
         del self._queue[: last + 1]
 
-    def start_step(self, index: int, buffers: _Buffers, async_op: bool) -> dist.Work | None:
-        """Starts one of the steps of a reduction; on CUDA without ``async_op``, on the current stream."""
-        kind = _STEPS[index]
-        if kind is Kind.REDUCE_SCATTER:
-            return _reduce_scatter(buffers.own, buffers.padded, group=self.intra, async_op=async_op)
-        if kind is Kind.ALL_REDUCE:
-            return dist.all_reduce(buffers.own, group=self.inter, async_op=async_op)
-        return _all_gather(buffers.padded, buffers.own, group=self._gather_group, async_op=async_op)
+    def _start(self, steps: Sequence[_Step], flat: torch.Tensor, padded: torch.Tensor) -> Work:
+        for step in steps:
+            factor = Factor.INTRA if step.group in (self.intra, self._gather_within) else Factor.INTER
+            self._count(factor, step.kind, step.whole, step.group)
+        if flat.is_cuda:
+            return self._chain_on_streams(steps, flat, padded)
+        self._queue.append(_Staged(self, steps, flat, padded))
+        return self._queue[-1]
 
-    def _chain_on_streams(self, buffers: _Buffers) -> Reduction:
-        """One stream per step: each runs the reductions in their order, and waits only for the step before."""
-        if not self._streams:
-            self._streams = [torch.cuda.Stream(buffers.flat.device) for _ in _STEPS]
-        before = torch.cuda.current_stream(buffers.flat.device)
-        for index, stream in enumerate(self._streams):
+    def _chain_on_streams(self, steps: Sequence[_Step], flat: torch.Tensor, padded: torch.Tensor) -> Work:
+        """A stream for each group: it runs the steps in their order, and waits only for the step before."""
+        before = torch.cuda.current_stream(flat.device)
+        for step in steps:
+            if step.group not in self._streams:
+                self._streams[step.group] = torch.cuda.Stream(flat.device)
+            stream = self._streams[step.group]
             stream.wait_event(before.record_event())
             with torch.cuda.stream(stream):
-                self.start_step(index, buffers, async_op=False)
+                step.start(async_op=False)
             before = stream
-        return _OnStream(buffers, before.record_event())
+        return _OnStream(flat, padded, before.record_event())
+
+    def _count_whole(self, kind: Kind, tensor: torch.Tensor) -> None:
+        self._count(Factor.INTER if self.intra is None else Factor.INTRA, kind, tensor, self.whole)
 
     def _count(self, factor: Factor, kind: Kind, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         payload = tensor.numel() * tensor.element_size()
         self.traffic[factor] += Traffic(1, payload, wire_bytes(kind, payload, group.size()))
 
 
-_STEPS = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_GATHER)
-
-
 @dataclass(frozen=True)
-class _Buffers:
-    """What a reduction works on: the tensor, flat; the same with padding (or itself); the rank's own part of it."""
+class _Step:
+    """One collective over one factor: of a tensor, and the rank's own part of it."""
 
-    flat: torch.Tensor
-    padded: torch.Tensor
+    kind: Kind
+    group: dist.ProcessGroup
+    whole: torch.Tensor
     own: torch.Tensor
 
-    def unpad(self) -> None:
-        if self.padded is not self.flat:
-            self.flat.copy_(self.padded[: self.flat.numel()])
+    def start(self, async_op: bool) -> dist.Work | None:
+        """Starts it; on CUDA without ``async_op``, on the current stream."""
+        if self.kind is Kind.REDUCE_SCATTER:
+            return reduce_scatter(self.own, self.whole, group=self.group, async_op=async_op)
+        if self.kind is Kind.ALL_REDUCE:
+            return dist.all_reduce(self.own, group=self.group, async_op=async_op)
+        return all_gather(self.whole, self.own, group=self.group, async_op=async_op)
 
 
 class _Staged:
-    """A reduction on a backend without streams: the second and third step start when it is waited for."""
+    """A collective on a backend without streams: all steps but the first start when it is waited for."""
 
-    def __init__(self, group: FactoredGroup, buffers: _Buffers) -> None:
+    def __init__(
+        self, group: FactoredGroup, steps: Sequence[_Step], flat: torch.Tensor, padded: torch.Tensor
+    ) -> None:
+        self.steps = steps
         self._group = group
-        self._buffers = buffers
+        self._flat, self._padded = flat, padded
         self._started = 1
-        self._work = group.start_step(0, buffers, async_op=True)
+        self._work = steps[0].start(async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -202,21 +250,32 @@ class _Staged:
         """Waits for the step that has been started last, and starts the next one."""
         assert self._work is not None
         self._work.wait()
-        if self._started < len(_STEPS):
-            self._work = self._group.start_step(self._started, self._buffers, async_op=True)
+        if self._started < len(self.steps):
+            self._work = self.steps[self._started].start(async_op=True)
             self._started += 1
         else:
             self._work = None
-            self._buffers.unpad()
+            _unpad(self._flat, self._padded)
 
 
 class _OnStream:
-    """A reduction whose steps have been put on streams."""
+    """A collective whose steps have been put on streams."""
 
-    def __init__(self, buffers: _Buffers, end: torch.cuda.Event) -> None:
-        self._buffers = buffers
+    def __init__(self, flat: torch.Tensor, padded: torch.Tensor, end: torch.cuda.Event) -> None:
+        self._flat, self._padded = flat, padded
         self._end = end
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._buffers.flat.device).wait_event(self._end)
-        self._buffers.unpad()
+        torch.cuda.current_stream(self._flat.device).wait_event(self._end)
+        _unpad(self._flat, self._padded)
+
+
+def _unpad(flat: torch.Tensor, padded: torch.Tensor) -> None:
+    if padded is not flat:
+        flat.copy_(padded[: flat.numel()])
+
+
+def _flat(data: torch.Tensor) -> torch.Tensor:
+    if not data.is_contiguous():
+        raise ValueError(f"collectives in place take contiguous tensors only; strides are {data.stride()}")
+    return data.view(-1)

@@ -3,172 +3,173 @@
 A stage's experts are shared by the expert-data ranks; parameters that tensor parallelism cuts by the
 context x data ranks; all others by the tensor x context x data ranks, each of which has used them on its own
 tokens or heads. Gradients are sums (losses are divided by global token counts before the backward), so all are
-reduced by plain addition and nothing is rescaled.
+reduced by plain addition and nothing is rescaled. How buffers are laid out, reduced and owned is planned by
+``steptron.optim.buffer_plan``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
-from megatron.core.transformer.module import MegatronModule
 
-from steptron.model.assembly import StepModel
-from steptron.model.parameter_shards import Cut, cut_of
-from steptron.parallel.buckets import bucket_runs
-from steptron.parallel.factored_group import FactoredGroup, Reduction
-from steptron.parallel.mesh import Mesh
+from steptron.optim.buffer_plan import BufferPlan
+from steptron.optim.ownership import Reduction
+from steptron.parallel.replica_group import ReplicaGroup, Work
 
 
-class _Bucket:
-    """A slice of the buffer that is reduced at once, when all its gradients are there."""
+class _Span:
+    """A slice of a buffer that is reduced at once, when all its gradients are there."""
 
-    def __init__(self, data: torch.Tensor, num_parameters: int) -> None:
+    def __init__(self, data: torch.Tensor, reduction: Reduction) -> None:
         self.data = data
-        self.num_parameters = num_parameters
+        self.reduction = reduction
+        self.num_parameters = 0
+        self.last = 0
+        """Place of its last parameter in the order of the backward pass."""
         self.num_ready = 0
-        self.work: dist.Work | Reduction | None = None
+        self.work: Work | None = None
         self.streams: set[torch.cuda.Stream] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.num_ready == self.num_parameters
+
+    def expect(self, order: int) -> None:
+        self.num_parameters += 1
+        self.last = max(self.last, order)
+
+    def reduce(self, group: ReplicaGroup) -> None:
+        # A backward runs on the stream of its forward, and the shared expert's may be another one: the
+        # reduction waits for the stream that it is started on, and so for all that have added to the span.
+        for stream in self.streams:
+            torch.cuda.current_stream(self.data.device).wait_stream(stream)
+        scatter = self.reduction is Reduction.REDUCE_SCATTER
+        self.work = group.reduce_scatter(self.data) if scatter else group.all_reduce(self.data)
+
+    def reset(self) -> None:
+        self.num_ready, self.work = 0, None
+        self.streams.clear()
 
 
 class GradientBuffer:
-    """Accumulates the gradients of some parameters in fp32 and adds them up over a group.
+    """The gradients of some parameters in fp32, as a plan lays them out.
 
-    Every parameter gets ``main_grad``, a view of the buffer in its own shape. Parameters lie in
-    reverse order, the order in which the backward reaches them; buckets are reduced strictly in
-    that order, so that all ranks issue the same collectives.
+    Every parameter gets ``main_grad``, a view of the buffer in its own shape. After a reduce-scatter only the
+    elements that this rank owns hold a sum; the rest of ``main_grad`` has no meaning.
+
+    Attributes:
+        plan: its layout.
+        data: fp32 [length].
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup | FactoredGroup) -> None:
-        self.group = group
-        self.sync_enabled = True
-        total = sum(parameter.numel() for parameter in parameters)
-        device = parameters[0].device if parameters else torch.device("cpu")
-        self.data = torch.zeros(total, dtype=torch.float32, device=device)
-        self._buckets: list[_Bucket] = []
-        self._next = 0
-        ordered = parameters[::-1]
-        offset = 0
-        for index, (first, stop) in enumerate(bucket_runs([parameter.numel() for parameter in ordered])):
-            start = offset
-            for parameter in ordered[first:stop]:
-                end = offset + parameter.numel()
-                parameter.main_grad = self.data[offset:end].view(parameter.shape)  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(lambda p, b=index: self._accumulate(p, b))
-                offset = end
-            self._buckets.append(_Bucket(self.data[start:offset], stop - first))
+    def __init__(
+        self, plan: BufferPlan, parameters: Mapping[str, torch.nn.Parameter], device: torch.device | None = None
+    ) -> None:
+        self.plan = plan
+        held = [parameters[shard.parameter.name] for shard in plan.shards]
+        layout = plan.layout
+        self.data = torch.zeros(layout.length, dtype=torch.float32, device=device or held[0].device)
+        self.spans = [_Span(self.data[span.start : span.stop], layout.reduction) for span in layout.spans]
+        self.spans_of: dict[torch.nn.Parameter, list[_Span]] = {}
+        for parameter, offset, order in zip(held, layout.offsets, plan.order, strict=True):
+            end = offset + parameter.numel()
+            parameter.main_grad = self.data[offset:end].view(parameter.shape)  # type: ignore[attr-defined]
+            self.spans_of[parameter] = [
+                own for own, span in zip(self.spans, layout.spans, strict=True) if span.start < end and offset < span.stop
+            ]
+            for span in self.spans_of[parameter]:
+                span.expect(order)
 
-    @property
-    def bucket_sizes(self) -> list[int]:
-        """Elements of each reduction."""
-        return [bucket.data.numel() for bucket in self._buckets]
+
+class GradientBuffers:
+    """All gradient buffers of a rank.
+
+    Spans over the same ranks are reduced strictly in one order, that in which a backward pass completes them, so that
+    all ranks issue the same collectives.
+
+    Args:
+        buffers: one for each plan.
+        groups: by the plans' names.
+    """
+
+    def __init__(self, buffers: Sequence[GradientBuffer], groups: Mapping[str, ReplicaGroup]) -> None:
+        self.buffers = list(buffers)
+        self.sync_enabled = True
+        self._queues: list[_Queue] = []
+        for name in dict.fromkeys(buffer.plan.replicas for buffer in buffers):
+            own = [buffer for buffer in buffers if buffer.plan.replicas == name]
+            queue = _Queue(groups[name], sorted((s for b in own for s in b.spans), key=lambda span: span.last))
+            self._queues.append(queue)
+            for buffer in own:
+                for parameter, spans in buffer.spans_of.items():
+                    self._accumulate_into(parameter, spans, queue)
+
+    def __iter__(self) -> Iterator[GradientBuffer]:
+        return iter(self.buffers)
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
-        self.data.zero_()
-        for bucket in self._buckets:
-            bucket.num_ready, bucket.work = 0, None
-            bucket.streams.clear()
-        self._next = 0
+        for buffer in self.buffers:
+            buffer.data.zero_()
+        for queue in self._queues:
+            queue.reset()
 
     def finish(self) -> None:
         """Reduces what has not been reduced yet and waits for all of it."""
-        if self.group.size() == 1:
+        for queue in self._queues:
+            queue.finish()
+
+    def _accumulate_into(self, parameter: torch.nn.Parameter, spans: Sequence[_Span], queue: _Queue) -> None:
+        def accumulate(parameter: torch.nn.Parameter) -> None:
+            assert parameter.grad is not None
+            if any(span.work is not None for span in spans):
+                raise RuntimeError(
+                    f"a gradient of shape {list(parameter.shape)} arrived after its bucket was reduced: "
+                    "only the last micro-batch's backward may run outside no_sync(), and once"
+                )
+            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+            parameter.grad = None
+            if parameter.is_cuda:
+                for span in spans:
+                    span.streams.add(torch.cuda.current_stream(parameter.device))
+            if self.sync_enabled:
+                queue.arrived(spans)
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+
+
+class _Queue:
+    """The spans over one set of ranks, in the order of their reductions."""
+
+    def __init__(self, group: ReplicaGroup, spans: Sequence[_Span]) -> None:
+        self._group = group
+        self._spans = spans
+        self._next = 0
+
+    def arrived(self, spans: Sequence[_Span]) -> None:
+        """One more parameter of these spans has all its gradients."""
+        if self._group.size() == 1:
             return
-        while self._next < len(self._buckets):
+        for span in spans:
+            span.num_ready += 1
+        while self._next < len(self._spans) and self._spans[self._next].is_ready:
             self._reduce_next()
-        for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
 
-    def _accumulate(self, parameter: torch.nn.Parameter, bucket_index: int) -> None:
-        assert parameter.grad is not None
-        bucket = self._buckets[bucket_index]
-        if bucket.work is not None:
-            raise RuntimeError(
-                f"a gradient of shape {list(parameter.shape)} arrived after its bucket was reduced: "
-                "only the last micro-batch's backward may run outside no_sync(), and once"
-            )
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
-        if self.data.is_cuda:
-            bucket.streams.add(torch.cuda.current_stream(self.data.device))
-        if self.sync_enabled and self.group.size() > 1:
-            bucket.num_ready += 1
-            while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
-                self._reduce_next()
+    def finish(self) -> None:
+        if self._group.size() == 1:
+            return
+        while self._next < len(self._spans):
+            self._reduce_next()
+        for span in self._spans:
+            assert span.work is not None
+            span.work.wait()
 
-    @staticmethod
-    def _is_ready(bucket: _Bucket) -> bool:
-        return bucket.num_ready == bucket.num_parameters
+    def reset(self) -> None:
+        self._next = 0
+        for span in self._spans:
+            span.reset()
 
     def _reduce_next(self) -> None:
-        bucket = self._buckets[self._next]
-        # A backward runs on the stream of its forward, and the shared expert's may be another one: the
-        # reduction waits for the stream that it is started on, and so for all that have added to the bucket.
-        for stream in bucket.streams:
-            torch.cuda.current_stream(self.data.device).wait_stream(stream)
-        if isinstance(self.group, FactoredGroup):
-            bucket.work = self.group.reduce(bucket.data)
-        else:
-            bucket.work = dist.all_reduce(bucket.data, group=self.group, async_op=True)
+        self._spans[self._next].reduce(self._group)
         self._next += 1
-
-
-class DataParallel(MegatronModule):
-    """A model chunk with its gradient buffers, behind the interface that Megatron's schedules drive.
-
-    Attributes:
-        buffers: one for each set of ranks that share parameters, and one for the experts.
-        norm_gradients: the gradients that count in the global norm, by how parameters are cut: all but that of
-            the last stage's copy of the embedding, which the first stage counts.
-    """
-
-    def __init__(self, module: StepModel, mesh: Mesh) -> None:
-        super().__init__(module.config)
-        self.module = module
-        cuts = {parameter.name: cut_of(parameter.role) for parameter in module.spec.parameters()}
-        by_group: dict[tuple[bool, dist.ProcessGroup | FactoredGroup], list[torch.nn.Parameter]] = {}
-        by_cut: dict[Cut, list[torch.nn.Parameter]] = {}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                cut = cuts[name]
-                by_group.setdefault((cut is Cut.EXPERTS, mesh.replicas(cut)), []).append(parameter)
-                if not (module.embedding_is_copy and parameter is module.embedding.weight):
-                    by_cut.setdefault(cut, []).append(parameter)
-        self.buffers = [GradientBuffer(parameters, group) for (_, group), parameters in by_group.items()]
-        self.norm_gradients: dict[Cut, list[torch.Tensor]] = {
-            cut: [p.main_grad for p in parameters]  # type: ignore[attr-defined]
-            for cut, parameters in by_cut.items()
-        }
-
-    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
-        return self.module(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes accumulate and do not reduce (all but the last micro-batch)."""
-        self._set_sync(False)
-        try:
-            yield
-        finally:
-            self._set_sync(True)
-
-    def zero_grad_buffer(self) -> None:
-        """Clears the gradients before a step."""
-        for buffer in self.buffers:
-            buffer.zero()
-
-    def start_grad_sync(self, *unused: object) -> None:
-        """Reductions start by themselves as gradients arrive; part of Megatron's interface."""
-
-    def finish_grad_sync(self, **unused: object) -> None:
-        """Completes the reduction of every gradient."""
-        for buffer in self.buffers:
-            buffer.finish()
-
-    def _set_sync(self, enabled: bool) -> None:
-        for buffer in self.buffers:
-            buffer.sync_enabled = enabled

@@ -12,8 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from steptron.config.schema import ParallelConfig
-from steptron.model.parameter_shards import Cut, Place
+from steptron.model.parameter_shards import Place
 from steptron.parallel.factored_group import FactoredGroup
+from steptron.parallel.replica_group import ReplicaGroup, WholeGroup
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,10 @@ class Mesh:
         """Which part of each parameter of its stage this process holds."""
         return Place(self.tensor_rank, self.tensor_size, self.expert_rank, self.expert_size)
 
-    def replicas(self, cut: Cut) -> dist.ProcessGroup | FactoredGroup:
-        """The ranks that hold the same part of a parameter, and add up its gradients."""
-        name = "expt_dp" if cut is Cut.EXPERTS else "dp_cp"
-        if cut is Cut.NONE and self.tensor_size > 1:
-            name = "tp_dp_cp"
-        return self.by_node.get(name, getattr(self.groups, name))
+    def replicas(self, name: str) -> ReplicaGroup:
+        """Ranks that hold the same part of a parameter, and add up its gradients: one of the groups that
+        ``steptron.model.parameter_shards.replicas_of`` names."""
+        return self.by_node.get(name) or WholeGroup(getattr(self.groups, name))
 
     def add_up(self, values: torch.Tensor) -> torch.Tensor:
         """Adds up, in place, what every process holds a part of."""

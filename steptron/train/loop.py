@@ -270,7 +270,7 @@ class Pretraining:
         if dist.get_rank() not in request.ranks:
             return contextlib.nullcontext()
         step = self.step
-        targets = training_targets(step.model, step.engine_config, step.optimizer, self.train_data)
+        targets = training_targets(step.sharded.chunks, step.engine_config, step.optimizer, self.train_data)
         return StepProfiler(request, folder, targets, self.device)
 
     def _plot(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,19 +14,18 @@ from steptron.checkpoint.weights import Weights
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
 from steptron.model.balance import BalanceContext, bias_update
-from steptron.model.chunks import build_chunks
+from steptron.model.chunks import ModelChunks, build_chunks
 from steptron.model.init import initialise
 from steptron.model.kernels import choose_kernels
 from steptron.model.layer_spec import ModelSpec, model_spec
 from steptron.model.transformer_config import DTYPES, transformer_config
-from steptron.optim.base import NamedParameter
 from steptron.optim.build import build_optimizer
-from steptron.parallel.finalize import finalize_gradients
-from steptron.parallel.gradient_buffer import DataParallel
 from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh
 from steptron.parallel.sequence_shard import SequenceShard
+from steptron.parallel.sharded_model import DataParallel, ShardedModel
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
+from steptron_kernels.polar_express.choose import choose
 
 
 class NonFiniteError(Exception):
@@ -82,6 +80,9 @@ class StepResult:
 class TrainStep:
     """Model chunks, gradient buffers and optimizer of this process.
 
+    After a step updated parameters may still be on their way from their owners; they are waited for where the next
+    forward pass needs them, and by whoever asks for ``chunks``.
+
     Args:
         config: the whole configuration, already checked.
         mesh: the process groups.
@@ -105,8 +106,8 @@ class TrainStep:
             kernels=self.kernels,
         )
         with torch.device(device):
-            self.chunks = build_chunks(config, self.spec, self.engine_config, mesh)
-        tensors = dict(self.chunks.logical_tensors())
+            chunks = build_chunks(config, self.spec, self.engine_config, mesh)
+        tensors = dict(chunks.logical_tensors())
         # Before the optimizer, whose fp32 weights start from these.
         if initial is None:
             initialise(tensors, self.spec, config.model.init, config.train.seed, mesh.place)
@@ -114,28 +115,32 @@ class TrainStep:
             with torch.no_grad():
                 for tensor in tensors.values():
                     tensor.zero_()  # what fills a vocabulary up is not stored
-            initial.load_into(self.chunks, mesh)
-        self.model = [DataParallel(chunk, mesh) for chunk in self.chunks]
-        self.optimizer = build_optimizer(config.optimizer, self.trained_parameters())
+            initial.load_into(chunks, mesh)
+        self._chunks = chunks
+        self.sharded = ShardedModel(chunks, config.optimizer, mesh)
+        self.optimizer = build_optimizer(
+            config.optimizer,
+            self.sharded.owned,
+            choose(device, native=config.train.kernels != "plain"),
+            mesh.groups.tp,
+            config.train.deterministic,
+        )
         # With one group the balance loss is constant and has no gradient: it is left out.
         self._ep_groups = config.balance.ep_groups or config.parallel.expert
         self._ep_coefficient = config.balance.ep_loss_coefficient if self._ep_groups > 1 else 0.0
         self._moe_index = {layer.index: i for i, layer in enumerate(self.spec.moe_layers)}
         self._forward_backward = get_forward_backward_func()
-        self.engine_config.no_sync_func = self._no_sync
-        self.engine_config.finalize_model_grads_func = finalize_gradients
+        self.engine_config.no_sync_func = self.sharded.no_sync
+        self.engine_config.finalize_model_grads_func = self.sharded.finalize_gradients
 
-    def trained_parameters(self) -> list[NamedParameter]:
-        """This process's parameters that get gradients."""
-        tensors = dict(self.chunks.named_parameters())
-        return [
-            NamedParameter(parameter, tensors[parameter.name])
-            for parameter in self.spec.parameters()
-            if parameter.name in tensors and tensors[parameter.name].requires_grad
-        ]
+    @property
+    def chunks(self) -> ModelChunks:
+        """The model, with all parameters up to date."""
+        self.sharded.gather.wait()
+        return self._chunks
 
     def accumulate_gradients(self, batches: Sequence[MicroBatch], stop_requested: bool = False) -> Observation:
-        """Forward and backward over this rank's micro-batches; leaves reduced gradients in ``main_grad``.
+        """Forward and backward over this rank's micro-batches; leaves reduced gradients with their owners.
 
         Args:
             batches: this data-parallel rank's micro-batches, as many as on every other rank.
@@ -146,9 +151,8 @@ class TrainStep:
             self._balance_context(batch, num_valid, counts)
             for batch, num_valid in zip(batches, counts.local_valid, strict=True)
         ]
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.chunks.train()
+        self.sharded.gradients.zero()
+        self._chunks.train()
         sums = self._run(list(zip(batches, contexts, strict=True)), counts, forward_only=False)
         return self._observe(sums, contexts, counts, stop_requested)
 
@@ -161,12 +165,16 @@ class TrainStep:
             NonFiniteError: the loss or a gradient is not finite; nothing has been updated. Raised on every rank.
         """
         observed = self.accumulate_gradients(batches, stop_requested)
-        norm = gradient_norm(self.model, self.mesh, self.device)
+        owned = self.sharded.owned
+        norm = gradient_norm(owned, self.device)
         if not (math.isfinite(observed.losses.total) and math.isfinite(norm)):
             raise NonFiniteError(self._describe_non_finite(observed.losses, norm))
         if self.config.optimizer.clip_grad_norm:
-            clip_gradients(self.model, norm, self.config.optimizer.clip_grad_norm)
+            clip_gradients(owned, norm, self.config.optimizer.clip_grad_norm)
         self.optimizer.step(lr)
+        self.sharded.gather.start()
+        if not self.config.optimizer.sharding.overlap_gather:
+            self.sharded.gather.wait()
         if not self.config.balance.freeze_router:
             self._update_biases(observed.tokens_per_expert_LE, bias_rate)
         return StepResult(observed, norm)
@@ -175,16 +183,9 @@ class TrainStep:
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, TokenCounts]:
         """Summed cross entropies [1 + depths] (float64, nats) over the global batch, and its counts."""
         counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp)
-        self.chunks.train(False)
+        self._chunks.train(False)
         sums = self._run([(batch, None) for batch in batches], counts, forward_only=True)
         return self.mesh.add_up(sums), counts
-
-    @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for chunk in self.model:
-                stack.enter_context(chunk.no_sync())
-            yield
 
     def _balance_context(self, batch: MicroBatch, num_valid: int, counts: TokenCounts) -> BalanceContext:
         return BalanceContext(
@@ -228,8 +229,8 @@ class TrainStep:
         batch_size, sequence_length = work[0][0].tokens_BS.shape
         outputs = self._forward_backward(
             forward_step_func=forward,
-            data_iterator=[iter(work) for _ in self.model],
-            model=self.model,
+            data_iterator=[iter(work) for _ in self.sharded.chunks],
+            model=self.sharded.chunks,
             num_microbatches=len(work),
             seq_length=sequence_length,
             micro_batch_size=batch_size,
@@ -284,12 +285,12 @@ class TrainStep:
 
     @torch.no_grad()
     def _update_biases(self, tokens_per_expert_LE: torch.Tensor, rate: float) -> None:
-        for index, router in self.chunks.routers().items():
+        for index, router in self._chunks.routers().items():
             router.bias += bias_update(tokens_per_expert_LE[self._moe_index[index]], rate)
 
     def _describe_non_finite(self, losses: Losses, norm: float) -> str:
         """Names the parameters with non-finite gradients, gathered from all ranks."""
-        bad = [p.spec.name for p in self.trained_parameters() if not p.tensor.main_grad.isfinite().all()]  # type: ignore[attr-defined]
+        bad = [piece.name for piece in self.sharded.owned if not piece.gradient.isfinite().all()]
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, bad)
         names = sorted({name for part in gathered for name in part})

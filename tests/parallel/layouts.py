@@ -16,6 +16,7 @@ from steptron.data.batch import MicroBatch
 from steptron.model.layer_spec import ModelSpec
 from steptron.model.parameter_shards import Place, shard
 from steptron.model.router import Router
+from steptron.optim.ownership import Reduction
 from steptron.parallel import buckets
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import Losses, TrainStep
@@ -117,7 +118,7 @@ def _run(world_size: int, overrides: Sequence[str], steps: int, batches: list[Mi
     observed = train.accumulate_gradients(own)
     all_losses, all_tokens, norms = [observed.losses], [observed.tokens_per_expert_LE], []
     confidence = [observed.confidence or 0.0]
-    gradients = {p.spec.name: p.tensor.main_grad.clone() for p in train.trained_parameters()}
+    gradients = reduced_gradients(train)
     for _ in range(steps):
         result = train.run(own, LEARNING_RATE, bias_rate=1e-3)
         all_losses.append(result.observed.losses)
@@ -134,6 +135,21 @@ def _run(world_size: int, overrides: Sequence[str], steps: int, batches: list[Mi
         parts_of(train.spec, mesh.place, parameters),
         min(gaps, default=1.0),
     )
+
+
+def reduced_gradients(train: TrainStep) -> dict[str, torch.Tensor]:
+    """Whole reduced gradients of this rank's parameters, by name: what owners have, given to all that hold a part."""
+    parameters = dict(train.chunks.named_parameters())
+    gradients = {}
+    for buffer in train.sharded.gradients:
+        plan = buffer.plan
+        if plan.layout.reduction is Reduction.REDUCE_SCATTER and plan.layout.ranks > 1:
+            group = train.mesh.replicas(plan.replicas)
+            for span in plan.layout.spans:
+                group.all_gather(buffer.data[span.start : span.stop]).wait()
+        for shard in plan.shards:
+            gradients[shard.parameter.name] = parameters[shard.parameter.name].main_grad.clone()  # type: ignore[attr-defined]
+    return gradients
 
 
 def assemble(ranks: list[dict[str, Part]]) -> dict[str, torch.Tensor]:

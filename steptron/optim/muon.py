@@ -1,0 +1,203 @@
+"""Muon with Polar Express, on whole logical matrices (the report's section 3.2; facts of Step 3.5 Flash)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steptron.config.schema import MuonConfig
+from steptron.optim.base import MasterWeights, StateTensor
+from steptron.optim.owned import OwnedPiece
+from steptron.optim.scale import SCALES
+from steptron_kernels.polar_express.choose import PolarExpress
+from steptron_kernels.polar_express.coefficients import polar_express_rows
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_FIXED_BATCH = 8
+"""Matrices of a batch in deterministic mode: never one, and whatever a rank owns."""
+
+
+class Probe(Protocol):
+    """Looks at the updates of a step."""
+
+    def record(self, batch: Sequence[OwnedPiece], o_NRC: Tensor, largest_N: Tensor) -> None:
+        """Called for every batch after its orthogonalisation, before the weights change.
+
+        Args:
+            batch: its matrices; their gradients are those of the step.
+            o_NRC: fp32, the orthogonal updates, with rows and columns as in the first matrix or, where a matrix is
+                taller than wide, transposed.
+            largest_N: fp32, each matrix's largest |entry| of the iteration.
+        """
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Matrices that are orthogonalised together: equal sides, and cut alike by tensor parallelism."""
+
+    indices: tuple[int, ...]
+    size: int
+    """Matrices of the batch, with those of zeros that fill it up."""
+
+
+class Muon:
+    """Muon: momentum, orthogonalised, with decoupled weight decay.
+
+    buf <- momentum buf + g; M = g + momentum buf (Nesterov) or buf; O = PolarExpress(M);
+    w <- w (1 - lr wd) - lr scale O. All fp32 but the iteration, whose dtype is configured.
+
+    A matrix whose M is not finite keeps its weights (but for decay) and is named by :meth:`non_finite`.
+
+    Args:
+        config: Muon's settings.
+        owned: whole logical matrices of this rank; of those that tensor parallelism cuts this rank's part. Every
+            tensor-parallel rank has the same ones, gathers them, and computes the update of the whole.
+        polar_express: the operation.
+        tensor_group: tensor-parallel ranks.
+        deterministic: orthogonalise in batches of one fixed size, so that results do not depend on what else this
+            rank owns.
+
+    Raises:
+        ValueError: a piece is no logical matrix.
+
+    Attributes:
+        probe: looks at every update while it is set.
+    """
+
+    def __init__(
+        self,
+        config: MuonConfig,
+        owned: Sequence[OwnedPiece],
+        polar_express: PolarExpress,
+        tensor_group: dist.ProcessGroup | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.probe: Probe | None = None
+        self._config = config
+        self._owned = list(owned)
+        self._polar_express = polar_express
+        self._tensor_group = tensor_group
+        self._rows = polar_express_rows(config.steps)
+        self._dtype = DTYPES[config.precision]
+        self._master = MasterWeights(self._owned)
+        self._momentum = [torch.zeros_like(weight) for weight in self._master.weights]
+        self._batches = self._make_batches(deterministic)
+        self._largest: list[Tensor] = []
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        if self._owned:
+            torch._foreach_mul_(self._momentum, self._config.momentum)
+            torch._foreach_add_(self._momentum, [piece.gradient for piece in self._owned])
+        self._largest = [self._update(batch, lr) for batch in self._batches]
+        self._master.write_back()
+        self._num_steps += 1
+
+    def state(self) -> Mapping[str, Sequence[StateTensor]]:
+        pairs = zip(self._owned, self._momentum, strict=True)
+        return {"momentum": [StateTensor(piece, buffer) for piece, buffer in pairs]} | self._master.state()
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def set_num_steps(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def num_non_finite(self) -> Tensor:
+        """Matrices whose last update was not finite: float64 scalar, without waiting for the device."""
+        counts = [(~largest.isfinite()).sum(dtype=torch.float64) for largest in self._largest]
+        return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64)
+
+    def non_finite(self) -> list[str]:
+        """Names of the matrices whose last update was not finite."""
+        return [name for name, largest in self.largest().items() if not torch.isfinite(torch.tensor(largest))]
+
+    def largest(self) -> dict[str, float]:
+        """By matrix the largest |entry| of the iteration's state and intermediates in the last step."""
+        return {
+            self._owned[index].name: value
+            for batch, largest in zip(self._batches, self._largest, strict=False)
+            for index, value in zip(batch.indices, largest.tolist(), strict=True)
+        }
+
+    def _make_batches(self, deterministic: bool) -> list[_Batch]:
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for index, piece in enumerate(self._owned):
+            place = piece.piece.matrix
+            if place is None:
+                raise ValueError(f"{piece.name} is no logical matrix: Muon cannot orthogonalise it")
+            cut = None if place.is_whole else (place.shape, place.part.axis)
+            alike.setdefault((tuple(sorted(place.whole_shape)), cut), []).append(index)
+        batches = []
+        for ((short, long), _), indices in alike.items():
+            most = max(1, self._config.batch_elements // (short * long))
+            if deterministic:
+                most = max(2, min(most, _FIXED_BATCH))
+            for start in range(0, len(indices), most):
+                chunk = tuple(indices[start : start + most])
+                batches.append(_Batch(chunk, most if deterministic else len(chunk)))
+        return batches
+
+    def _update(self, batch: _Batch, lr: float) -> Tensor:
+        pieces = [self._owned[index] for index in batch.indices]
+        m_NRC = self._gathered(pieces, torch.stack([self._direction(index) for index in batch.indices]))
+        if batch.size > len(pieces):
+            m_NRC = torch.cat([m_NRC, m_NRC.new_zeros(batch.size - len(pieces), *m_NRC.shape[1:])])
+        o_NRC, largest_N = self._polar_express(m_NRC, self._rows, self._dtype)
+        o_NRC, largest_N = o_NRC[: len(pieces)], largest_N[: len(pieces)]
+        if self.probe is not None:
+            self.probe.record(pieces, o_NRC, largest_N)
+        o_NRC = torch.where(largest_N.isfinite()[:, None, None], o_NRC, 0.0)
+        for index, piece, o_RC in zip(batch.indices, pieces, o_NRC, strict=True):
+            place, rule = piece.piece.matrix, piece.piece.rule
+            assert place is not None
+            rows, columns = place.whole_shape
+            own = _own_part(o_RC.t() if rows > columns else o_RC, piece)
+            scaled = lr * rule.lr_multiplier
+            weight = self._master.weights[index].view(place.shape)
+            weight.mul_(1 - scaled * rule.weight_decay)
+            weight.add_(own, alpha=-scaled * SCALES[self._config.scale](rows, columns))
+        return largest_N
+
+    def _direction(self, index: int) -> Tensor:
+        """What is orthogonalised of a matrix: its part on this rank, wide."""
+        piece, buffer = self._owned[index], self._momentum[index]
+        m = torch.add(piece.gradient, buffer, alpha=self._config.momentum) if self._config.nesterov else buffer
+        place = piece.piece.matrix
+        assert place is not None
+        m_RC = m.view(place.shape)
+        rows, columns = place.whole_shape
+        return m_RC.t() if rows > columns else m_RC
+
+    def _gathered(self, pieces: Sequence[OwnedPiece], m_NRC: Tensor) -> Tensor:
+        """The whole matrices of tensor-parallel parts."""
+        place = pieces[0].piece.matrix
+        assert place is not None
+        if place.is_whole:
+            return m_NRC
+        assert self._tensor_group is not None
+        parts = [torch.empty_like(m_NRC) for _ in range(self._tensor_group.size())]
+        dist.all_gather(parts, m_NRC.contiguous(), group=self._tensor_group)
+        return torch.cat(parts, dim=1 + _cut_axis(pieces[0]))
+
+
+def _cut_axis(piece: OwnedPiece) -> int:
+    """The axis of the wide matrix that tensor parallelism cuts."""
+    place = piece.piece.matrix
+    assert place is not None
+    rows, columns = place.whole_shape
+    return 1 - place.part.axis if rows > columns else place.part.axis
+
+
+def _own_part(o_RC: Tensor, piece: OwnedPiece) -> Tensor:
+    """Of a whole matrix this rank's part."""
+    place = piece.piece.matrix
+    assert place is not None
+    return o_RC if place.is_whole else o_RC.chunk(place.part.count, dim=place.part.axis)[place.part.index]
