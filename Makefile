@@ -22,6 +22,7 @@ PIP_FLAGS ?= -q
 PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 
 # ------------------------------------------------------------------------------------------ set-up
 PY := $(VENV)/bin/python
@@ -45,7 +46,7 @@ NATIVE_SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h') kernels/ste
 # --system-site-packages shows the packages of a system Python; those of a virtual environment need their path.
 outer_packages := import sys, sysconfig; print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
 
-.PHONY: help setup native quickstart test test-py312 lint format bench clean distclean
+.PHONY: help setup native quickstart test test-py312 lint format bench soak clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -124,6 +125,10 @@ format: setup ## let ruff format the code and mend what it can
 
 bench: setup ## the training step beside other implementations, on this machine
 	$(PY) -m benchmarks.train_step $(BENCH_ARGS)
+
+soak: setup ## longer studies, hours: Muon against AdamW at equal tokens, on the quickstart's data
+	@$(PY) tools/quickstart.py --steps 1 --folder runs/soak
+	$(PY) -m benchmarks.muon_against_adamw runs/soak/data --folder runs/soak/muon_against_adamw --plot runs/soak/muon_against_adamw.png $(SOAK_ARGS)
 
 clean: ## remove caches and build products; keeps the virtual environments and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

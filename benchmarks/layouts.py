@@ -1,7 +1,7 @@
 """Communication of a training step: bytes counted in the collectives over the plan's formula, for every layout.
 
-`nano` trains on random tokens in up to four local processes. Counted is the second step, by process group: the
-payload of each operation (`steptron.parallel.traffic` says which buffer that is), mean over ranks, and the bytes
+`nano` trains with Muon on random tokens in up to four local processes. Counted is the second step, by process group:
+the payload of each operation (`steptron.parallel.traffic` says which buffer that is), mean over ranks, and the bytes
 that rings would send of it. The wire column is the formula's: of tokens sent to experts, that of uniform routing.
 
     python -m benchmarks.layouts [LAYOUT ...]
@@ -13,7 +13,7 @@ import argparse
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from steptron.config.schema import PretrainConfig
 
 NANO = Path(__file__).resolve().parents[1] / "configs" / "pretrain" / "nano.yaml"
-COMMON = ["data.sequence_length=64", "train.global_batch_size=8", "train.micro_batch_size=1"]
+COMMON = ["data.sequence_length=64", "train.global_batch_size=8", "train.micro_batch_size=1", "optimizer.name=muon"]
 TIMEOUT_SECONDS = 300
 
 
@@ -48,6 +48,12 @@ Result = tuple[str, int, CommunicationVolume | str]
 """Layout, rank, and what it communicated or why it failed."""
 RECOMPUTE = "train.recompute=[{parts: [attention, ffn]}]"
 LAYOUTS = {
+    "DP2": _layout(2),
+    "DP4": _layout(4),
+    "DP4, AdamW": Layout(4, ("optimizer.name=adamw",)),
+    "DP4, all-reduced": Layout(4, ("optimizer.sharding.reduction=all_reduce",)),
+    "PP2xDP2": _layout(4, "pipeline=2"),
+    "TP2xDP2": _layout(4, "tensor=2"),
     "PP2": _layout(2, "pipeline=2"),
     "PP4": _layout(4, "pipeline=4"),
     "PP2xVPP2": _layout(2, "pipeline=2", "virtual_pipeline=2"),
@@ -104,7 +110,7 @@ def formula(world_size: int, overrides: Sequence[str]) -> list[CommunicationVolu
     return [step_communication(config, placed, rank) for rank in range(world_size)]
 
 
-def _serve(rank: int, folder: str, names: list[str], results: multiprocessing.Queue[Result]) -> None:
+def _serve(rank: int, folder: str, layouts: Mapping[str, Layout], results: multiprocessing.Queue[Result]) -> None:
     """One process: the layouts one after the other, each in process groups of its own."""
     import torch
     import torch.distributed as dist
@@ -114,8 +120,7 @@ def _serve(rank: int, folder: str, names: list[str], results: multiprocessing.Qu
 
     torch.set_num_threads(1)
     megatron_cpu.install()
-    for number, name in enumerate(names):
-        world_size, overrides = LAYOUTS[name]
+    for number, (name, (world_size, overrides)) in enumerate(layouts.items()):
         if rank >= world_size:
             continue
         dist.init_process_group(
@@ -134,7 +139,7 @@ def _serve(rank: int, folder: str, names: list[str], results: multiprocessing.Qu
         shutdown()
 
 
-def measure(names: list[str]) -> dict[str, list[CommunicationVolume]]:
+def measure(layouts: Mapping[str, Layout]) -> dict[str, list[CommunicationVolume]]:
     """Counted volumes by layout and rank.
 
     Raises:
@@ -143,14 +148,14 @@ def measure(names: list[str]) -> dict[str, list[CommunicationVolume]]:
     """
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Result] = context.Queue()
-    size = max(LAYOUTS[name].world_size for name in names)
-    counted: dict[str, dict[int, CommunicationVolume]] = {name: {} for name in names}
+    size = max(layout.world_size for layout in layouts.values())
+    counted: dict[str, dict[int, CommunicationVolume]] = {name: {} for name in layouts}
     with tempfile.TemporaryDirectory() as folder:
-        workers = [context.Process(target=_serve, args=(rank, folder, names, results)) for rank in range(size)]
+        workers = [context.Process(target=_serve, args=(rank, folder, layouts, results)) for rank in range(size)]
         for worker in workers:
             worker.start()
         try:
-            for _ in range(sum(LAYOUTS[name].world_size for name in names)):
+            for _ in range(sum(layout.world_size for layout in layouts.values())):
                 name, rank, volume = results.get(timeout=TIMEOUT_SECONDS)
                 if isinstance(volume, str):
                     raise RuntimeError(f"{name}, rank {rank}: {volume}")
@@ -170,7 +175,7 @@ def main() -> None:
     names = parser.parse_args().layouts or list(LAYOUTS)
     if unknown := [name for name in names if name not in LAYOUTS]:
         parser.error(f"unknown layout {unknown[0]!r}; there are {', '.join(LAYOUTS)}")
-    measured = measure(names)
+    measured = measure({name: LAYOUTS[name] for name in names})
     rows, ratios = [], {}
     for name in names:
         world_size, overrides = LAYOUTS[name]

@@ -2,8 +2,8 @@
 
 What is measured is every allocation and release of tensors on the CPU (torch's profiler), from before the model
 exists to the end of the second step; the peak is that of the second step. The process itself, threads' own buffers
-and gloo's are in neither figure. Ratios are those of the peaks, and of what the peaks are above the memory between
-steps: activations and what is alive while operations run.
+and gloo's (whose collectives work on copies) are in neither figure. Ratios are those of the peaks, and of what the
+peaks are above the memory between steps: activations and what is alive while operations run.
 
     python -m benchmarks.memory
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "pretrain"
 TIMEOUT_SECONDS = 300
-COMMON = ["train.products=fp32", "balance.ep_groups=4", "balance.ep_loss_coefficient=1e-3"]
+COMMON = ["optimizer.name=adamw", "train.products=fp32", "balance.ep_groups=4", "balance.ep_loss_coefficient=1e-3"]
 ALL_PARTS = "train.recompute=[{parts: [attention, ffn]}]"
 SMALL_PARTS = "train.recompute=[{parts: [norm, activation, moe_permutation]}]"
 
@@ -50,6 +50,9 @@ class Case(NamedTuple):
 TINY = ("data.sequence_length=512", "train.micro_batch_size=2", "train.global_batch_size=16")
 NANO = ("data.sequence_length=256", "train.micro_batch_size=2", "train.global_batch_size=16")
 ONE = "parallel.expert=1"
+MUON = "optimizer.name=muon"
+LARGE_UPDATES = ("data.sequence_length=32", "train.micro_batch_size=1", "train.global_batch_size=2", ONE, MUON)
+"""Passes of so few tokens that the update takes most."""
 CASES = {
     "tiny, native": Case("tiny-quickstart", 1, (*TINY, ONE)),
     "tiny, plain": Case("tiny-quickstart", 1, (*TINY, ONE, "train.kernels=plain")),
@@ -69,6 +72,18 @@ CASES = {
     "tiny, TP2": Case("tiny-quickstart", 2, (*TINY, ONE, "parallel.tensor=2")),
     "tiny, CP2": Case("tiny-quickstart", 2, (*TINY, ONE, "parallel.context=2")),
     "tiny, CP2 x EP2, plain": Case("tiny-quickstart", 2, (*TINY, "parallel.context=2", "train.kernels=plain")),
+    "tiny, Muon": Case("tiny-quickstart", 1, (*TINY, ONE, MUON)),
+    "tiny, Muon, bf16": Case("tiny-quickstart", 1, (*TINY, ONE, MUON, "train.precision=bf16")),
+    "tiny, Muon, few tokens": Case("tiny-quickstart", 1, LARGE_UPDATES),
+    "tiny, Muon, few tokens, plain": Case("tiny-quickstart", 1, (*LARGE_UPDATES, "train.kernels=plain")),
+    "tiny, Muon, few tokens, plain fp32": Case(
+        "tiny-quickstart", 1, (*LARGE_UPDATES, "train.kernels=plain", "optimizer.muon.precision=fp32")
+    ),
+    "tiny, DP2": Case("tiny-quickstart", 2, (*TINY, ONE)),
+    "tiny, Muon, DP2": Case("tiny-quickstart", 2, (*TINY, ONE, MUON)),
+    "tiny, Muon, DP2, few tokens": Case("tiny-quickstart", 2, LARGE_UPDATES),
+    "tiny, Muon, TP2, few tokens": Case("tiny-quickstart", 2, (*LARGE_UPDATES, "parallel.tensor=2")),
+    "tiny, Muon, EP2": Case("tiny-quickstart", 2, (*TINY, MUON)),
     "nano, native": Case("nano", 1, NANO),
     "nano, plain": Case("nano", 1, (*NANO, "train.kernels=plain")),
     "nano, bf16": Case("nano", 1, (*NANO, "train.precision=bf16")),
@@ -115,7 +130,8 @@ def measure(rank: int, world_size: int, preset: str, overrides: list[str]) -> Pe
 def _peak(changes: list[Change], start_ns: int) -> Peak:
     """The most alive from a moment on.
 
-    The profiler does not see what gloo's threads release. A block whose memory is given out again is gone, though.
+    The profiler does not see what gloo's threads release: what collectives take for themselves is left out. A block
+    whose memory is given out again is gone.
     """
     blocks: dict[int, Change] = {}
     addresses: list[int] = []
@@ -128,6 +144,8 @@ def _peak(changes: list[Change], start_ns: int) -> Peak:
         del addresses[bisect.bisect_left(addresses, address)]
 
     for change in changes:
+        if any(name.startswith(("c10d::", "gloo:")) for name in change.inside):
+            continue
         if change.time_ns < start_ns:
             fixed = total
         if change.num_bytes < 0:

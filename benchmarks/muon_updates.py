@@ -36,13 +36,31 @@ def _resampled(sigma_K: Tensor, count: int) -> Tensor:
     return sigma_K[torch.linspace(0, len(sigma_K) - 1, count).round().long()]
 
 
+def _with_noise(m_NRC: Tensor, noise: float, generator: torch.Generator) -> Tensor:
+    noise_NRC = torch.randn(m_NRC.shape, generator=generator)
+    scale_N = noise * m_NRC.norm(dim=(1, 2)) / noise_NRC.norm(dim=(1, 2))
+    return m_NRC + scale_N[:, None, None] * noise_NRC
+
+
 def low_rank_plus_noise(rank: int, noise: float) -> Family:
     """A sum of a few outer products, and noise of the given norm relative to it."""
 
     def make(n: int, r: int, c: int, generator: torch.Generator) -> Tensor:
         low_NRC = torch.randn(n, r, rank, generator=generator) @ torch.randn(n, rank, c, generator=generator)
-        noise_NRC = torch.randn(n, r, c, generator=generator)
-        return low_NRC + noise * noise_NRC * (low_NRC.norm(dim=(1, 2)) / noise_NRC.norm(dim=(1, 2)))[:, None, None]
+        return _with_noise(low_NRC, noise, generator)
+
+    return make
+
+
+def even_rank_one(noise: float) -> Family:
+    """An outer product of vectors with magnitudes in [0.5, 1.5] and random signs, and noise likewise."""
+
+    def make(n: int, r: int, c: int, generator: torch.Generator) -> Tensor:
+        def vector(*shape: int) -> Tensor:
+            return (0.5 + torch.rand(shape, generator=generator)) * _random_signs(shape, generator)
+
+        low_NRC = vector(n, r, 1) @ vector(n, 1, c)
+        return _with_noise(low_NRC, noise, generator)
 
     return make
 
@@ -58,8 +76,12 @@ def repeated_rows(spread: float) -> Family:
     return make
 
 
-def signs(n: int, r: int, c: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, (n, r, c), generator=generator).float() * 2 - 1
+def _random_signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, shape, generator=generator).float() * 2 - 1
+
+
+def random_signs(n: int, r: int, c: int, generator: torch.Generator) -> Tensor:
+    return _random_signs((n, r, c), generator)
 
 
 def blocks(n: int, r: int, c: int, generator: torch.Generator) -> Tensor:
@@ -140,10 +162,14 @@ FAMILIES: dict[str, Family] = {
     "two clusters, 1 and 1e-2": with_spectrum(_clusters([1.0, 1e-2])),
     "four clusters, 1 to 1e-6": with_spectrum(_clusters([1.0, 1e-2, 1e-4, 1e-6])),
     "rank 1 + 1e-3 noise": low_rank_plus_noise(1, 1e-3),
+    "even rank 1": even_rank_one(0.0),
+    "even rank 1 + 1e-4 noise": even_rank_one(1e-4),
+    "even rank 1 + 1e-3 noise": even_rank_one(1e-3),
+    "even rank 1 + 1e-2 noise": even_rank_one(1e-2),
     "rank 4 + 1e-2 noise": low_rank_plus_noise(4, 1e-2),
     "eight rows repeated": repeated_rows(0.0),
     "eight rows repeated, 1e-3 apart": repeated_rows(1e-3),
-    "random signs": signs,
+    "random signs": random_signs,
     "blocks of constants": blocks,
     "rows over 6 decades": rows_over_decades,
     "identities minus a constant": one_value_off_the_diagonal,
@@ -164,7 +190,7 @@ class RealUpdates:
         *("expert_gate", "expert_up", "expert_down", "shared_gate", "shared_down"),
     )
     LAYERS = (1, 5, 8)
-    EXPERTS = 6
+    EXPERTS = 3
     MOMENTUM = 0.95
     BATCH, SEQUENCE = 4, 256
 
@@ -178,7 +204,12 @@ class RealUpdates:
         from steptron.platform import distributed
         from steptron.train.step import TrainStep
 
-        overrides = ["parallel.expert=1", "optimizer.name=adamw", "train.products=fp32", f"train.steps={self.steps[-1]}"]
+        overrides = [
+            "parallel.expert=1",
+            "optimizer.name=adamw",
+            "train.products=fp32",
+            f"train.steps={self.steps[-1]}",
+        ]
         config = load(self.CONFIG, overrides).config
         distributed.initialize(torch.device("cpu"), timeout_seconds=60)
         train = TrainStep(config, build_mesh(config.parallel), torch.device("cpu"))

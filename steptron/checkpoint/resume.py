@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from steptron.checkpoint.manifest import Manifest
 from steptron.config.schema import PretrainConfig, Section
 from steptron.errors import UserError
+from steptron.model.layer_spec import model_spec
+from steptron.optim.rules import TRAINED_ROLES, rule_of
 
 _FIXED = ("model.", "optimizer.name", "train.precision")
 _FREE = (
@@ -19,6 +21,8 @@ _FREE = (
     "train.kernels",
     "train.logging.",
     "parallel.timeout_seconds",
+    "optimizer.sharding.overlap_gather",
+    "optimizer.muon.diagnostics.",
 )
 """Initial values are used up; the others say where and how a process works, not what it computes."""
 
@@ -34,10 +38,13 @@ def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, data
 
     Raises:
         UserError: the state in the checkpoint has another meaning under the present configuration: another
-            model, optimizer or precision. The message names each field and both values.
+            model, optimizer (for any role of the model's parameters) or precision. The message names each field and
+            both values.
     """
     found = list(_differences(saved.model_dump(mode="json"), now.model_dump(mode="json"), ""))
     fixed = [text for key, text in found if key.startswith(_FIXED) and not key.startswith(_FREE)]
+    if not fixed:
+        fixed = list(_other_algorithms(saved, now))
     if fixed:
         listed = "\n".join(f"  - {text}" for text in fixed)
         raise UserError(
@@ -52,6 +59,16 @@ def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, data
             if before != after
         ]
     return noted
+
+
+def _other_algorithms(saved: PretrainConfig, now: PretrainConfig) -> Iterator[str]:
+    """Roles of the model whose parameters another algorithm updated, whose state is of another kind; what else a role
+    or Muon may be set to changes how that state is used, not what it is."""
+    held = {matrix.role for parameter in model_spec(now.model).parameters() for matrix in parameter.matrices}
+    for role in TRAINED_ROLES:
+        before, after = (rule_of(config.optimizer, role).algorithm for config in (saved, now))
+        if role in held and before is not after:
+            yield f"optimizer.roles.{role.value}.optimizer: {before} before, {after} now"
 
 
 def differences(saved: Section, now: Section, key: str) -> list[str]:

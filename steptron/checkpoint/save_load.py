@@ -20,7 +20,7 @@ import steptron
 from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, prune
 from steptron.checkpoint.manifest import CONFIG, FORMAT_VERSION, Manifest, Progress, read_manifest
 from steptron.checkpoint.matrices import what_failed
-from steptron.checkpoint.tensors import model_tensors, optimizer_tensors
+from steptron.checkpoint.tensors import matrix_name, model_tensors, optimizer_tensors
 from steptron.config.schema import PretrainConfig
 from steptron.config.show import to_yaml
 from steptron.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
@@ -88,7 +88,7 @@ def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> 
     """Restores parameters, router biases and optimizer state; returns how far the run had come.
 
     Raises:
-        UserError: a tensor is missing or has another shape (message names it).
+        UserError: on every rank: a tensor that any rank needs is missing or has another shape (message names it).
     """
     manifest = read_manifest(folder)
     if manifest.progress is None:
@@ -121,18 +121,27 @@ def _check_matches(folder: Path, model: ModelChunks, tensors: dict[str, ShardedT
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
     except _FAILURES as error:
         raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
-    problems = []
-    for key, tensor in {tensor.key: tensor for tensor in tensors.values()}.items():
+    problems: dict[str, str] = {}
+    for tensor in tensors.values():
+        key, needed = tensor.key, list(tensor.global_shape)
         if key not in stored:
-            problems.append(f"{key} is missing")
-        elif tuple(stored[key].global_shape) != tuple(tensor.global_shape):
-            problems.append(
-                f"{key} has shape {list(stored[key].global_shape)}, the model needs {list(tensor.global_shape)}"
-            )
-    known = {f"model.{matrix.name}" for parameter in model.spec.parameters() for matrix in parameter.matrices}
-    problems += [f"{key} is not part of the model" for key in stored if key.startswith("model.") and key not in known]
+            problems[key] = f"{key} is missing"
+        elif list(stored[key].global_shape) != needed:
+            problems[key] = f"{key} has shape {list(stored[key].global_shape)}, the model needs {needed}"
+    matrices = [matrix.name for parameter in model.spec.parameters() for matrix in parameter.matrices]
+    known = {f"model.{name}" for name in matrices}
+    problems |= {
+        key: f"{key} is not part of the model" for key in stored if key.startswith("model.") and key not in known
+    }
+    # A rank may find nothing wrong with what it holds and owns: all report what any has found, rather than load alone.
+    found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, problems)
+    problems = {key: text for own in found for key, text in own.items()}
     if problems:
-        shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
+        order = {name: number for number, name in enumerate(matrices)}
+        keys = sorted(problems, key=lambda key: (not key.startswith("model."), order.get(matrix_name(key), len(order))))
+        shown = "\n  ".join(problems[key] for key in keys[:20])
+        shown += f"\n  and {len(keys) - 20} more" if len(keys) > 20 else ""
         raise UserError(f"checkpoint {folder} does not fit this model:\n  {shown}")
 
 

@@ -38,6 +38,11 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
     return sharded
 
 
+def matrix_name(key: str) -> str:
+    """The logical matrix that a key of a checkpoint belongs to."""
+    return key.split(".", 1 if key.startswith("model.") else 2)[-1]
+
+
 def _parts_of_run(prefix: str, state: StateTensor) -> Iterator[ShardedTensor]:
     """The rectangles of logical matrices that a run of a parameter's flattened tensor consists of."""
     piece = state.owned.piece

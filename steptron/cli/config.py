@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,10 +12,11 @@ from steptron.config.checks import check as run_checks
 from steptron.config.checks import smallest_world_size
 from steptron.config.loader import load
 from steptron.config.reference import FieldReference, field_references, is_below
-from steptron.config.schema import PretrainConfig
+from steptron.config.schema import OptimizerConfig, PretrainConfig
 from steptron.config.show import render, render_json
 from steptron.config.summary import summary
 from steptron.errors import UserError
+from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES, rule_of
 
 app = typer.Typer(no_args_is_help=True, help="Show and check a configuration, and list its fields.")
 
@@ -66,19 +68,34 @@ def fields(
     _print_fields(listed)
 
 
+@app.command()
+def roles() -> None:
+    """List the roles that optimizer.roles can name: by default with optimizer.name muon, and what Muon can take."""
+    defaults = OptimizerConfig(lr=1.0)
+    rows = [
+        (role.value, rule_of(defaults, role).algorithm.value, "yes" if role in ORTHOGONALISABLE else "no")
+        for role in TRAINED_ROLES
+    ]
+    _print_table(("role", "by default", "can be muon"), rows)
+
+
 def _print_fields(listed: list[FieldReference]) -> None:
-    """A table on a terminal; elsewhere one line per field, its parts separated by tabs."""
+    rows = [(field.name, field.values, field.default, field.description) for field in listed]
+    _print_table(("field", "values", "default", "description"), rows)
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal; elsewhere a line per row, its cells separated by tabs."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    rows = [(field.name, field.values, field.default, field.description) for field in listed]
     console = Console()
     if not console.is_terminal:
         for row in rows:
             typer.echo("\t".join(row))
         return
-    table = Table("field", "values", "default", "description", show_lines=console.width < _WIDE)
+    table = Table(*head, show_lines=len(head) > 3 and console.width < _WIDE)
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
     console.print(table)

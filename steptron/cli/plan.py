@@ -17,12 +17,14 @@ from steptron.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from steptron.config.schema import PretrainConfig
     from steptron.model.layer_spec import ModelSpec
     from steptron.model.stages import Stage
     from steptron.parallel.traffic import CommunicationVolume
     from steptron.planning.memory import Assumptions, RankMemory
+    from steptron.planning.ownership import BufferFigures
     from steptron.planning.placement import Placement
     from steptron.planning.plan import LayoutPlan, OwnedParameter, RankPlan
 
@@ -121,6 +123,7 @@ def _write(file: Path, content: object) -> None:
 def _print_layout(console: Console, config: PretrainConfig, layout: LayoutPlan) -> None:
     _print_sizes(console, config, layout.placement, layout.micro_batches)
     _print_stages(console, layout)
+    _print_layout_buffers(console, config, layout)
     _print_memories(console, layout)
     _print_volumes(console, layout)
     idle = [rank.idle_share for rank in layout.ranks]
@@ -166,9 +169,72 @@ def _print_stages(console: Console, layout: LayoutPlan) -> None:
     console.print(table)
 
 
+def _print_layout_buffers(console: Console, config: PretrainConfig, layout: LayoutPlan) -> None:
+    """Buffers of pipeline ranks that have equal ones share their lines."""
+    from steptron.planning.layer_table import index_ranges
+
+    alike: dict[BufferFigures, list[int]] = {}
+    for rank in layout.ranks:
+        for buffer in rank.buffers:
+            alike.setdefault(buffer, []).append(rank.pipeline_rank)
+    table = _table(
+        "\nGradient buffers of a rank, by pipeline rank, and the ranks that own their parameters between them"
+    )
+    table.add_column("pipeline rank")
+    _add_buffer_columns(table)
+    for buffer, ranks in alike.items():
+        table.add_row(index_ranges(ranks), *_buffer_cells(buffer, config))
+    console.print(table)
+
+
+_BUFFER_HEADINGS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("holds", "left"),
+    ("ranks", "right"),
+    ("parameters", "right"),
+    ("gradients are", "left"),
+    ("parts", "right"),
+    ("padding", "right"),
+    ("refused padding, GiB", "right"),
+    ("busiest owner", "right"),
+)
+
+
+def _add_buffer_columns(table: Table) -> None:
+    for heading, justify in _BUFFER_HEADINGS:
+        table.add_column(heading, justify=justify)
+
+
+def _buffer_cells(buffer: BufferFigures, config: PretrainConfig) -> list[str]:
+    """By ``_BUFFER_HEADINGS``: padding as elements and share, and the padding that reduce-scattering would have had
+    with its bytes of gradients (fp32) and parameters."""
+    reduced = buffer.ranks > 1
+    scatters = buffer.reduction.value == "reduce_scatter"
+    element = 2 if config.train.precision == "bf16" else 4
+    refused = ""
+    if reduced and not scatters and buffer.scattered_padding > buffer.padding:
+        refused = _padding(buffer.scattered_padding, buffer) + f", {_gib((4 + element) * buffer.scattered_padding)}"
+    return [
+        buffer.title,
+        f"{buffer.ranks:,}",
+        f"{buffer.parameters:,}",
+        ("reduce-scattered" if scatters else "all-reduced") if reduced else "complete",
+        str(buffer.spans),
+        _padding(buffer.padding, buffer),
+        refused,
+        "" if buffer.imbalance is None else f"{buffer.imbalance:.2f} x mean",
+    ]
+
+
+def _padding(elements: int, buffer: BufferFigures) -> str:
+    return f"{elements:,} ({elements / buffer.parameters:.1%})" if elements else "0"
+
+
 def _print_memories(console: Console, layout: LayoutPlan) -> None:
-    table = _table("Memory per rank, GiB (the first rank of each pipeline rank)")
-    headings = ("parameters", "gradients", "optimizer", "other fixed", "activations", "in flight", "transient", "peak")
+    table = _table("Memory per rank, GiB (the rank of each pipeline rank that needs most)")
+    headings = (
+        *("parameters", "gradients", "optimizer", "other fixed"),
+        *("activations", "in flight", "transient", "update", "peak"),
+    )
     for heading in ("pipeline rank", "parameters held", "FLOPs", "idle", *headings):
         table.add_column(heading, justify="right")
     for rank in layout.ranks:
@@ -181,6 +247,7 @@ def _print_memories(console: Console, layout: LayoutPlan) -> None:
             _gib(sum(memory.activations.values())),
             str(memory.in_flight),
             _gib(memory.transient),
+            _gib(memory.update),
             _gib(memory.peak),
         )
         cells = (str(rank.pipeline_rank), f"{rank.parameters:,}", f"{rank.flops_share:.1%}", f"{rank.idle_share:.1%}")
@@ -194,7 +261,7 @@ def _print_volumes(console: Console, layout: LayoutPlan) -> None:
     keys = dict.fromkeys(key for rank in layout.ranks for key in rank.communication.traffic)
     if not keys:
         return
-    table = _table("\nCommunication of a step, GiB that the first rank of each pipeline rank hands to collectives")
+    table = _table("\nCommunication of a step, GiB that this rank of each pipeline rank hands to collectives")
     table.add_column("group")
     table.add_column("kind")
     for rank in layout.ranks:
@@ -230,7 +297,7 @@ def _print_rank(console: Console, config: PretrainConfig, one: RankPlan, assumed
         copy = " (the embedding is a copy for MTP)" if chunk.embedding_is_copy else ""
         console.print(f"chunk {number}, stage {chunk.index}: {held}{copy}")
     _print_parameters(console, one.parameters)
-    _print_buffers(console, one)
+    _print_buffers(console, config, one)
     _print_memory(console, one.memory)
     _print_volume(console, one.communication)
     filled = ", ".join(f"{name} {_exact(amount)}" for name, amount in one.padding.items())
@@ -268,22 +335,21 @@ def _print_parameters(console: Console, parameters: Sequence[OwnedParameter]) ->
     console.print(f"together {sum(owned.held.shard.size for owned in parameters):,}")
 
 
-def _print_buffers(console: Console, one: RankPlan) -> None:
-    table = _table("\nGradient buffers, fp32")
-    is_factored = any(buffer.within_node for chunk in one.built.chunks for buffer in chunk.buffers)
+def _print_buffers(console: Console, config: PretrainConfig, one: RankPlan) -> None:
+    table = _table("\nGradient buffers, fp32, and the ranks that own their parameters between them")
+    _add_buffer_columns(table)
+    table.add_column("owned here", justify="right")
+    is_factored = any(buffer.within_node for buffer in one.built.buffers)
     factors = ("within its node over", "between nodes over") if is_factored else ()
-    for heading in ("chunk", "parameters", "elements", "buckets", "added up over", *factors):
-        table.add_column(heading, justify="left" if heading.endswith("over") else "right")
-    for number, chunk in enumerate(one.built.chunks):
-        for buffer in chunk.buffers:
-            table.add_row(
-                str(number),
-                str(len(buffer.parameters)),
-                f"{buffer.elements:,}",
-                str(buffer.buckets),
-                _ranks(buffer.ranks),
-                *([_ranks(buffer.within_node), _ranks(buffer.between_nodes)] if is_factored else []),
-            )
+    for heading in ("added up over", *factors):
+        table.add_column(heading)
+    for figures, buffer in zip(one.buffers, one.built.buffers, strict=True):
+        table.add_row(
+            *_buffer_cells(figures, config),
+            f"{buffer.owned:,}",
+            _ranks(buffer.ranks),
+            *([_ranks(buffer.within_node), _ranks(buffer.between_nodes)] if is_factored else []),
+        )
     console.print(table)
 
 
@@ -291,16 +357,17 @@ def _print_memory(console: Console, memory: RankMemory) -> None:
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
+        "optimizer state, of what it owns": memory.optimizer,
         "packed weights": memory.packed_weights,
         "batch": memory.batch,
         "communication buffers": memory.buffers,
         **{f"activations: {part}": size for part, size in memory.activations.items()},
         "transient": memory.transient,
+        "or else, in the update": memory.update,
     }
     console.print(f"Memory of a step, GiB (activations of {memory.in_flight} passes)")
     for name, size in [*parts.items(), ("peak", memory.peak)]:
-        console.print(f"  {name:<32}{_gib(size):>10}")
+        console.print(f"  {name:<34}{_gib(size):>10}")
 
 
 def _print_volume(console: Console, volume: CommunicationVolume) -> None:
@@ -374,7 +441,7 @@ def _exact(amount: float) -> str:
     return f"{amount:,.0f}"
 
 
-def _table(title: str):  # type: ignore[no-untyped-def]
+def _table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 

@@ -17,14 +17,14 @@ from steptron.config.schema import (
     LossConfig,
     ModelConfig,
     MtpConfig,
-    OptimizerConfig,
     ParallelConfig,
     PretrainConfig,
     Section,
     TrainConfig,
 )
 from steptron.errors import ConfigError
-from steptron.model.layer_spec import model_spec
+from steptron.model.layer_spec import ParameterRole, ParameterSpec, model_spec
+from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES, Algorithm, rule_of
 from steptron_kernels.extension import has_fast_bf16, why_unfit
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
@@ -63,6 +63,7 @@ def check(
         *_parallel(config, world_size),
         *_expert_communication(config, device),
         *_batch(config, world_size),
+        *_optimizer(config),
         *_schedule(config),
         *_recompute(config),
         *_machine(config.train, device),
@@ -194,8 +195,8 @@ def _divisors(number: int) -> str:
     return _listed(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(str(item) for item in items)
 
 
 def _balance(config: PretrainConfig) -> Iterator[str]:
@@ -497,14 +498,107 @@ def _batch(config: PretrainConfig, world_size: int) -> Iterator[str]:
 # --------------------------------------------------------------------------------------- training
 
 
+def _optimizer(config: PretrainConfig) -> Iterator[str]:
+    optimizer, model = config.optimizer, config.model
+    if optimizer.name == "sgd":
+        for name in ("beta1", "beta2", "eps"):
+            if _is_set(optimizer, name):
+                yield f"optimizer.{name} is set, but optimizer.name is sgd, which has no moments: leave it out"
+    if optimizer.name != "muon":
+        for name in _set_below(optimizer.muon):
+            yield f"optimizer.muon.{name} is set, but optimizer.name is {optimizer.name}: leave it out"
+    elif optimizer.muon.diagnostics.every_steps is None and _is_set(optimizer.muon.diagnostics, "sample"):
+        yield (
+            "optimizer.muon.diagnostics.sample is set, but without optimizer.muon.diagnostics.every_steps nothing is "
+            "recorded: set that too, or leave it out"
+        )
+    sharding = optimizer.sharding
+    if sharding.reduction != "auto" and _is_set(sharding, "max_padding"):
+        yield (
+            f"optimizer.sharding.max_padding is set, but optimizer.sharding.reduction is {sharding.reduction}, which "
+            "takes any padding: leave it out, or set the reduction to auto"
+        )
+    if optimizer.weight_clipping.threshold is not None and not _has_experts(model):
+        yield (
+            f"optimizer.weight_clipping.threshold is set, but the model has no MoE layer (model.num_dense_layers is "
+            f"{model.num_dense_layers} of {model.num_layers}): leave it out"
+        )
+    if not any(_attention(model)):  # without attention there are no parameters to name, and it is refused already
+        yield from _roles(config)
+        yield from _muon_batches(config)
+
+
+def _roles(config: PretrainConfig) -> Iterator[str]:
+    """What ``optimizer.roles`` says must name parameters that the run trains, and be possible for them."""
+    optimizer = config.optimizer
+    trained = {matrix.role for parameter in _trained_parameters(config) for matrix in parameter.matrices}
+    for name, own in optimizer.roles.items():
+        field = f"optimizer.roles.{name}"
+        if name not in {role.value for role in TRAINED_ROLES}:
+            yield f"{field}: no parameter has this role; roles are {_listed(TRAINED_ROLES)}"
+            continue
+        role = ParameterRole(name)
+        if role not in trained:
+            frozen = role is ParameterRole.ROUTER and config.balance.freeze_router
+            why = "balance.freeze_router keeps the router as it is" if frozen else "the run trains no such parameter"
+            yield f"{field} is set, but {why}: leave it out"
+        if own.optimizer is not None and optimizer.name != "muon":
+            yield (
+                f"{field}.optimizer is {own.optimizer}, but optimizer.name is {optimizer.name}, which takes all "
+                "parameters: leave it out, or set the name to muon"
+            )
+        elif own.optimizer == "muon" and role not in ORTHOGONALISABLE:
+            possible = [role for role in TRAINED_ROLES if role in ORTHOGONALISABLE]
+            yield f"{field}.optimizer is muon, which takes matrices of features ({_listed(possible)}): leave it out"
+        if own.decay and optimizer.weight_decay == 0:
+            yield f"{field}.decay is true, but optimizer.weight_decay is 0: leave it out, or set that"
+
+
+def _muon_batches(config: PretrainConfig) -> Iterator[str]:
+    muon = config.optimizer.muon
+    if config.optimizer.name != "muon" or not _is_set(muon, "batch_elements"):
+        return
+    sizes = {
+        math.prod(parameter.matrix_shape(matrix)[-2:]): matrix.name
+        for parameter in _trained_parameters(config)
+        for matrix in parameter.matrices
+        if rule_of(config.optimizer, matrix.role).algorithm is Algorithm.MUON
+    }
+    if sizes and muon.batch_elements < min(sizes):
+        yield (
+            f"optimizer.muon.batch_elements ({muon.batch_elements:,}) is less than the smallest matrix has "
+            f"({sizes[min(sizes)]}: {min(sizes):,}), and a batch is one matrix at least: take {min(sizes):,} or more"
+        )
+
+
+def _trained_parameters(config: PretrainConfig) -> list[ParameterSpec]:
+    """Those that get gradients."""
+    spec = model_spec(config.model)
+    untrained = {ParameterRole.ROUTER_BIAS, *((ParameterRole.ROUTER,) if config.balance.freeze_router else ())}
+    parameters = [*spec.main_parameters()]
+    parameters += [parameter for depth in spec.mtp[: config.loss.mtp_train_depths] for parameter in depth.parameters()]
+    return [parameter for parameter in parameters if parameter.role not in untrained]
+
+
+def _is_set(section: Section, name: str) -> bool:
+    """Whether a value is not the default."""
+    return bool(getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True))
+
+
+def _set_below(section: Section) -> Iterator[str]:
+    """Names of the values of a section, and of sections inside it, that are not the default."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from (f"{name}.{inner}" for inner in _set_below(value))
+        elif _is_set(section, name):
+            yield name
+
+
 def _schedule(config: PretrainConfig) -> Iterator[str]:
     optimizer, schedule, steps = config.optimizer, config.optimizer.schedule, config.train.steps
     if schedule.warmup_steps >= steps:
         yield f"optimizer.schedule.warmup_steps ({schedule.warmup_steps}) must be less than train.steps ({steps})"
-    if optimizer.name == "sgd":
-        for name in ("beta1", "beta2", "eps"):
-            if getattr(optimizer, name) != OptimizerConfig.model_fields[name].default:
-                yield f"optimizer.{name} is set, but optimizer.name is sgd, which has no moments: leave it out"
     if schedule.kind == "cosine" and schedule.min_lr > optimizer.lr:
         yield f"optimizer.schedule.min_lr ({schedule.min_lr}) must not exceed optimizer.lr ({optimizer.lr})"
     if schedule.kind != "cosine" and schedule.min_lr > 0:

@@ -324,6 +324,17 @@ class ScheduleConfig(Section):
     )
 
 
+class MuonDiagnosticsConfig(Section):
+    """What is written down about Muon's updates, to `muon/` in the run's folder."""
+
+    every_steps: PositiveInt | None = Field(None, description="steps between records of every matrix; off when unset")
+    sample: PositiveInt = Field(
+        8,
+        description="matrices of each rank and record whose orthogonality error and stable rank are computed; records "
+        "go through all matrices in turn",
+    )
+
+
 class MuonConfig(Section):
     """Muon: momentum, orthogonalised by Polar Express."""
 
@@ -337,11 +348,14 @@ class MuonConfig(Section):
     )
     scale: Literal["match_rms_adamw", "spectral", "shape_scaling", "unit_rms_norm"] = Field(
         "match_rms_adamw",
-        description="factor of the orthogonal update of a matrix [out, in]: 0.2 sqrt(max(out, in)), sqrt(max(out, in)), "
-        "sqrt(max(1, out / in)) or sqrt(out / in)",
+        description="factor of the orthogonal update of a matrix [out, in]: 0.2 sqrt(max(out, in)), "
+        "sqrt(max(out, in)), sqrt(max(1, out / in)) or sqrt(out / in)",
     )
     batch_elements: Size = Field(
         1 << 26, description="elements of the equal matrices that are orthogonalised at once, one matrix at least"
+    )
+    diagnostics: MuonDiagnosticsConfig = Field(
+        default_factory=MuonDiagnosticsConfig, description="records of the updates"
     )
 
 
@@ -349,7 +363,8 @@ class RoleOptimizerConfig(Section):
     """What one role's parameters have of their own."""
 
     optimizer: Literal["muon", "adamw"] | None = Field(
-        None, description="under `optimizer.name: muon`: which of both; by default Muon for hidden matrices, AdamW for others"
+        None,
+        description="under `optimizer.name: muon`: which of both; by default Muon for hidden matrices, else AdamW",
     )
     lr_multiplier: NonNegativeFloat = Field(1.0, description="times the learning rate")
     decay: bool | None = Field(None, description="whether the weights decay; as usual for the role when unset")
@@ -360,14 +375,15 @@ class ShardingConfig(Section):
 
     reduction: Literal["auto", "reduce_scatter", "all_reduce"] = Field(
         "auto",
-        description="how gradients are added up: reduce_scatter brings each to its owner alone, and pads where matrices "
-        "do not divide evenly; all_reduce to all; auto decides for each buffer by `max_padding`",
+        description="how gradients are added up: reduce_scatter brings each to its owner alone, and pads where "
+        "matrices do not divide evenly; all_reduce to all; auto decides for each buffer by `max_padding`",
     )
     max_padding: NonNegativeFloat = Field(
         0.15, description="with reduction auto: most padding of a buffer that is reduce-scattered, over its elements"
     )
     overlap_gather: bool = Field(
-        True, description="updated parameters come in while the next forward pass runs, each waited for where it is used"
+        True,
+        description="updated parameters come in while the next forward pass runs, each waited for where it is used",
     )
 
 
@@ -386,8 +402,8 @@ class OptimizerConfig(Section):
 
     name: Literal["muon", "adamw", "sgd"] = Field(
         "muon",
-        description="optimizer; muon takes AdamW for what is no hidden matrix; sgd (without momentum) serves comparisons "
-        "of layouts",
+        description="optimizer; muon takes AdamW for what is no hidden matrix; sgd (without momentum) serves "
+        "comparisons of layouts",
     )
     lr: PositiveFloat = Field(description="peak learning rate")
     muon: MuonConfig = Field(default_factory=MuonConfig, description="Muon's own settings")

@@ -58,7 +58,7 @@ def cut_of(role: ParameterRole) -> Cut:
 
 
 def replicas_of(role: ParameterRole, tensor_size: int) -> str:
-    """Name of the group whose ranks hold the same part of a parameter, as in Megatron-Core's ``ProcessGroupCollection``."""
+    """The group whose ranks hold the same part of a parameter, by its name in ``ProcessGroupCollection``."""
     cut = cut_of(role)
     if cut is Cut.EXPERTS:
         return "expt_dp"
@@ -232,7 +232,9 @@ def matrices_of(shard: ParameterShard) -> list[MatrixPlace]:
             first, last = part.rows
             start, stop = (index * rows + first) * columns, (index * rows + last) * columns
             if start != covered:
-                raise ValueError(f"{part.matrix.name}: its rows {part.rows} in {name} {list(shape)} leave a gap or overlap")
+                raise ValueError(
+                    f"{part.matrix.name}: its rows {part.rows} in {name} {list(shape)} leave a gap or overlap"
+                )
             expert = part.range[0] + index if shard.parameter.is_expert else None
             whole = shard.parameter.matrix_shape(part.matrix)[-2:]
             places.append(MatrixPlace(part, expert, start, stop, (last - first, columns), (whole[0], whole[1])))

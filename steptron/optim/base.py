@@ -31,6 +31,14 @@ class Optimizer(Protocol):
         checkpoint writes into them in place."""
         ...
 
+    def num_non_finite(self) -> torch.Tensor:
+        """Pieces whose last update was not finite and was left out; float64 scalar, on the device."""
+        ...
+
+    def non_finite(self) -> list[str]:
+        """Their names."""
+        ...
+
     @property
     def num_steps(self) -> int:
         """Updates made so far."""

@@ -1,4 +1,4 @@
-"""Which gradient buffers a rank has, what lies in each, and who owns it. Plain data, no torch: the planner reads it too."""
+"""Which gradient buffers a rank has, what lies in each, and who owns it. Plain data, no torch: planners read it too."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def plan_buffers(
         layout = lay_out(units, group_sizes[replicas], sharding.reduction, sharding.max_padding)
         divided = [_matrices(shard, config) if holds_matrices else _by_rule(shard, config) for shard in own]
         pieces = tuple(piece for run in layout.runs for piece in _pieces(own[run.unit], divided[run.unit], run))
-        plans.append(
-            BufferPlan(replicas, holds_matrices, shared, own, tuple(o for o, _ in members), layout, pieces)
-        )
+        plans.append(BufferPlan(replicas, holds_matrices, shared, own, tuple(o for o, _ in members), layout, pieces))
     return plans
 
 

@@ -33,6 +33,7 @@ def build_optimizer(
         tensor_group: tensor-parallel ranks.
         deterministic: Muon's batches have one fixed size.
     """
+
     def under(algorithm: Algorithm) -> list[OwnedPiece]:
         return [piece for piece in owned if piece.piece.rule.algorithm is algorithm]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from steptron.optim.base import Optimizer, StateTensor
 
 
@@ -23,6 +25,13 @@ class Combined:
             for kind, tensors in member.state().items():
                 states.setdefault(kind, []).extend(tensors)
         return states
+
+    def num_non_finite(self) -> torch.Tensor:
+        counts = [member.num_non_finite() for member in self.members]
+        return torch.stack([count.to(counts[0].device) for count in counts]).sum()
+
+    def non_finite(self) -> list[str]:
+        return [name for member in self.members for name in member.non_finite()]
 
     @property
     def num_steps(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,18 +23,33 @@ _FIXED_BATCH = 8
 """Matrices of a batch in deterministic mode: never one, and whatever a rank owns."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """Matrices that have been orthogonalised together, before their weights change.
+
+    Attributes:
+        pieces: the matrices; their gradients are those of the step.
+        momentum: of each, [n] fp32, with the step's gradient in it.
+        scales: what multiplies each orthogonal matrix, besides the learning rate.
+        o_NRC: fp32, the orthogonal matrices, whole and wide: those of matrices taller than wide are transposed.
+        largest_N: fp32, each matrix's largest |entry| of the iteration.
+        whole: brings tensors [n] of some of the matrices into the form of ``o_NRC``; where tensor parallelism cuts
+            them, a collective that all its ranks must take part in.
+    """
+
+    pieces: Sequence[OwnedPiece]
+    momentum: Sequence[Tensor]
+    scales: Sequence[float]
+    o_NRC: Tensor
+    largest_N: Tensor
+    whole: Callable[[Sequence[OwnedPiece], Sequence[Tensor]], Tensor]
+
+
 class Probe(Protocol):
     """Looks at the updates of a step."""
 
-    def record(self, batch: Sequence[OwnedPiece], o_NRC: Tensor, largest_N: Tensor) -> None:
-        """Called for every batch after its orthogonalisation, before the weights change.
-
-        Args:
-            batch: its matrices; their gradients are those of the step.
-            o_NRC: fp32, the orthogonal updates, with rows and columns as in the first matrix or, where a matrix is
-                taller than wide, transposed.
-            largest_N: fp32, each matrix's largest |entry| of the iteration.
-        """
+    def record(self, update: Update) -> None:
+        """Called for every batch of matrices."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +126,17 @@ class Muon:
     def set_num_steps(self, num_steps: int) -> None:
         self._num_steps = num_steps
 
+    @property
+    def owned(self) -> Sequence[OwnedPiece]:
+        """The matrices that it updates."""
+        return self._owned
+
     def num_non_finite(self) -> Tensor:
-        """Matrices whose last update was not finite: float64 scalar, without waiting for the device."""
         counts = [(~largest.isfinite()).sum(dtype=torch.float64) for largest in self._largest]
         return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64)
 
     def non_finite(self) -> list[str]:
-        """Names of the matrices whose last update was not finite."""
-        return [name for name, largest in self.largest().items() if not torch.isfinite(torch.tensor(largest))]
+        return [name for name, largest in self.largest().items() if not math.isfinite(largest)]
 
     def largest(self) -> dict[str, float]:
         """By matrix the largest |entry| of the iteration's state and intermediates in the last step."""
@@ -128,7 +147,7 @@ class Muon:
         }
 
     def _make_batches(self, deterministic: bool) -> list[_Batch]:
-        alike: dict[tuple[object, ...], list[int]] = {}
+        alike: dict[tuple[tuple[int, ...], object], list[int]] = {}
         for index, piece in enumerate(self._owned):
             place = piece.piece.matrix
             if place is None:
@@ -147,13 +166,15 @@ class Muon:
 
     def _update(self, batch: _Batch, lr: float) -> Tensor:
         pieces = [self._owned[index] for index in batch.indices]
-        m_NRC = self._gathered(pieces, torch.stack([self._direction(index) for index in batch.indices]))
+        m_NRC = self._whole(pieces, [self._direction(index) for index in batch.indices])
         if batch.size > len(pieces):
             m_NRC = torch.cat([m_NRC, m_NRC.new_zeros(batch.size - len(pieces), *m_NRC.shape[1:])])
         o_NRC, largest_N = self._polar_express(m_NRC, self._rows, self._dtype)
         o_NRC, largest_N = o_NRC[: len(pieces)], largest_N[: len(pieces)]
         if self.probe is not None:
-            self.probe.record(pieces, o_NRC, largest_N)
+            momentum = [self._momentum[index] for index in batch.indices]
+            scales = [self._scale(piece) for piece in pieces]
+            self.probe.record(Update(pieces, momentum, scales, o_NRC, largest_N, self._whole))
         o_NRC = torch.where(largest_N.isfinite()[:, None, None], o_NRC, 0.0)
         for index, piece, o_RC in zip(batch.indices, pieces, o_NRC, strict=True):
             place, rule = piece.piece.matrix, piece.piece.rule
@@ -163,18 +184,22 @@ class Muon:
             scaled = lr * rule.lr_multiplier
             weight = self._master.weights[index].view(place.shape)
             weight.mul_(1 - scaled * rule.weight_decay)
-            weight.add_(own, alpha=-scaled * SCALES[self._config.scale](rows, columns))
+            weight.add_(own, alpha=-scaled * self._scale(piece))
         return largest_N
 
     def _direction(self, index: int) -> Tensor:
-        """What is orthogonalised of a matrix: its part on this rank, wide."""
+        """What is orthogonalised of a matrix, [n]: its part on this rank."""
         piece, buffer = self._owned[index], self._momentum[index]
-        m = torch.add(piece.gradient, buffer, alpha=self._config.momentum) if self._config.nesterov else buffer
+        return torch.add(piece.gradient, buffer, alpha=self._config.momentum) if self._config.nesterov else buffer
+
+    def _scale(self, piece: OwnedPiece) -> float:
         place = piece.piece.matrix
         assert place is not None
-        m_RC = m.view(place.shape)
-        rows, columns = place.whole_shape
-        return m_RC.t() if rows > columns else m_RC
+        return SCALES[self._config.scale](*place.whole_shape)
+
+    def _whole(self, pieces: Sequence[OwnedPiece], tensors: Sequence[Tensor]) -> Tensor:
+        """Whole wide matrices [N, R, C], of each of which this rank has [n]."""
+        return self._gathered(pieces, torch.stack([_wide(*pair) for pair in zip(pieces, tensors, strict=True)]))
 
     def _gathered(self, pieces: Sequence[OwnedPiece], m_NRC: Tensor) -> Tensor:
         """The whole matrices of tensor-parallel parts."""
@@ -186,6 +211,14 @@ class Muon:
         parts = [torch.empty_like(m_NRC) for _ in range(self._tensor_group.size())]
         dist.all_gather(parts, m_NRC.contiguous(), group=self._tensor_group)
         return torch.cat(parts, dim=1 + _cut_axis(pieces[0]))
+
+
+def _wide(piece: OwnedPiece, m: Tensor) -> Tensor:
+    """This rank's part [n] of a matrix in its shape, transposed where the matrix is taller than wide."""
+    place = piece.piece.matrix
+    assert place is not None
+    rows, columns = place.whole_shape
+    return m.view(place.shape).t() if rows > columns else m.view(place.shape)
 
 
 def _cut_axis(piece: OwnedPiece) -> int:

@@ -113,8 +113,8 @@ def lay_out(
     """Lays a buffer out and decides how it is reduced.
 
     Units that may be cut anywhere are shared equally, with less than a rank's number of elements of padding in each
-    span. Of the layouts for whole matrices, ``auto`` takes the first with at most ``max_padding``: one whose spans
-    are reduced while the backward runs, one single span, no padding at all (``all_reduce``).
+    span. For whole matrices ``auto`` reduce-scatters where that pads by at most ``max_padding``, and reduces to all
+    ranks otherwise; either way spans are reduced while the backward runs.
 
     Args:
         units: in the order in which a backward pass completes them; either all have matrices or none has.
@@ -132,14 +132,11 @@ def lay_out(
         _check_tiled(unit)
     if ranks == 1:
         return _owned_by_list(units, ranks, 0.0)
-    candidates = [_equal_cells(units, ranks)] if _has_equal_matrices(units) else _packed_layouts(units, ranks)
-    fitting = [layout for layout in candidates if layout.scattered_padding <= max_padding]
-    leanest = min(candidates, key=lambda layout: layout.scattered_padding)
-    if reduction == "reduce_scatter":
-        return (fitting or [leanest])[0]
-    if reduction == "auto" and fitting:
-        return fitting[0]
-    return _owned_by_list(units, ranks, leanest.scattered_padding)
+    scattered = _equal_cells(units, ranks) if _has_equal_matrices(units) else _packed(units, ranks)
+    fits = scattered.scattered_padding <= max_padding
+    if reduction == "reduce_scatter" or (reduction == "auto" and fits):
+        return scattered
+    return _owned_by_list(units, ranks, scattered.scattered_padding)
 
 
 def balance(costs: Sequence[float], ranks: int, loads: Sequence[float] = ()) -> list[int]:
@@ -201,24 +198,16 @@ def _equal_cells(units: Sequence[Unit], ranks: int) -> BufferLayout:
 
 
 def _owners_by_cell(spans: Sequence[Span], ranks: int, size: int) -> list[int]:
-    return [
-        owner for span in spans for owner in range(ranks) for _ in range(span.size // ranks // size)
-    ]
+    return [owner for span in spans for owner in range(ranks) for _ in range(span.size // ranks // size)]
 
 
-def _packed_layouts(units: Sequence[Unit], ranks: int) -> list[BufferLayout]:
-    """Whole units packed into cells: span by span as the backward completes them, and all in one span."""
-    buckets = bucket_runs([unit.size for unit in units])
-    layouts = [_packed(units, ranks, buckets)]
-    if len(buckets) > 1:
-        layouts.append(_packed(units, ranks, [(0, len(units))]))
-    return layouts
-
-
-def _packed(units: Sequence[Unit], ranks: int, buckets: Sequence[tuple[int, int]]) -> BufferLayout:
+def _packed(units: Sequence[Unit], ranks: int) -> BufferLayout:
+    """Whole units packed into cells, span by span as the backward completes them."""
     offsets, spans, runs, start = [0] * len(units), [], [], 0
     loads = [0.0] * ranks
-    for first, stop in buckets:
+    sizes = [unit.size for unit in units]
+    # Spans in which most cells would be empty pad the most: as large as a cell of the largest unit for every rank.
+    for first, stop in bucket_runs(sizes, ranks * max(sizes)):
         owners = balance([unit.cost for unit in units[first:stop]], ranks, loads)
         filled = [0] * ranks
         for index, owner in zip(range(first, stop), owners, strict=True):
@@ -298,6 +287,6 @@ def _check_tiled(unit: Unit) -> None:
     starts = [*(matrix.start for matrix in unit.matrices), unit.size]
     if not unit.matrices or borders != starts:
         raise ValueError(
-            f"matrices {[(matrix.start, matrix.stop) for matrix in unit.matrices]} do not tile the {unit.size} elements "
-            "of their parameter"
+            f"matrices {[(matrix.start, matrix.stop) for matrix in unit.matrices]} do not tile the {unit.size} "
+            "elements of their parameter"
         )

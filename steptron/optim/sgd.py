@@ -31,6 +31,12 @@ class Sgd:
     def state(self) -> Mapping[str, Sequence[StateTensor]]:
         return self._master.state()
 
+    def num_non_finite(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64)  # finite gradients give finite updates
+
+    def non_finite(self) -> list[str]:
+        return []
+
     @property
     def num_steps(self) -> int:
         return self._num_steps

@@ -24,9 +24,9 @@ from steptron.parallel.traffic import Kind, Traffic, wire_bytes
 class FactoredGroup:
     """A process group whose collectives go within nodes and between them, one after the other.
 
-    Every member must start the same collectives in the same order. On CUDA they pipeline by themselves: while one
-    is between nodes, the next one is within them. On gloo the second and third step of a collective start when it, or
-    a later one, is waited for.
+    Every member must start the same collectives in the same order, and as many before it waits. On CUDA they pipeline
+    by themselves: while one is between nodes, the next one is within them. On gloo the second and third step of a
+    collective start when it, or a later one, is waited for.
 
     Results have the same bits on all members; the order of additions differs from that of one all-reduce over
     the whole group, so that sums of floats may differ from its by rounding. With one member per node, or all
@@ -73,8 +73,9 @@ class FactoredGroup:
             assert isinstance(created, dist.ProcessGroup)
             return created
 
-        # Sums and gathers have groups of their own. Each group then carries operations in the order in which
-        # collectives were started, and its ranks agree on it however far each is with the other groups.
+        # Each group carries operations in the order in which collectives were started (see _Step.turn), and its ranks
+        # agree on it however far each is with the other groups. A sum's way between nodes and a gather's have groups of
+        # their own, since they start at different turns.
         self.intra = create(node, "intra-node reduce-scatter")
         self.inter = create(column, "inter-node sums")
         self._gather_between = create(column, "inter-node all-gather")
@@ -94,6 +95,13 @@ class FactoredGroup:
         if self.intra is None or self.inter is None:
             return self._whole.cell
         return self.intra.rank() * self.inter.size() + self.inter.rank()
+
+    @property
+    def ranks_by_cell(self) -> tuple[int, ...]:
+        """Global rank of the owner of each cell."""
+        if self.intra is None or self.inter is None:
+            return self._whole.ranks_by_cell
+        return tuple(self._whole.ranks_by_cell[member] for member in self._by_cell)
 
     def group_names(self, name: str) -> dict[str, str]:
         """Names of the factors, "NAME.intra" and "NAME.inter", by torch's ``group_name``."""
@@ -124,9 +132,9 @@ class FactoredGroup:
             padded[: flat.numel()] = flat
         own = padded.chunk(parts)[self.intra.rank()] if padded.numel() else padded
         steps = (
-            _Step(Kind.REDUCE_SCATTER, self.intra, padded, own),
-            _Step(Kind.ALL_REDUCE, self.inter, own, own),
-            _Step(Kind.ALL_GATHER, self._gather_within, padded, own),
+            _Step(0, Kind.REDUCE_SCATTER, self.intra, padded, own),
+            _Step(1, Kind.ALL_REDUCE, self.inter, own, own),
+            _Step(2, Kind.ALL_GATHER, self._gather_within, padded, own),
         )
         return self._start(steps, flat, padded)
 
@@ -143,8 +151,8 @@ class FactoredGroup:
         part = flat.chunk(self.intra.size())[self.intra.rank()]
         own = part.chunk(self.inter.size())[self.inter.rank()]
         steps = (
-            _Step(Kind.REDUCE_SCATTER, self.intra, flat, part),
-            _Step(Kind.REDUCE_SCATTER, self.inter, part, own),
+            _Step(0, Kind.REDUCE_SCATTER, self.intra, flat, part),
+            _Step(1, Kind.REDUCE_SCATTER, self.inter, part, own),
         )
         return self._start(steps, flat, flat)
 
@@ -161,8 +169,8 @@ class FactoredGroup:
         part = flat.chunk(self.intra.size())[self.intra.rank()]
         own = part.chunk(self.inter.size())[self.inter.rank()]
         steps = (
-            _Step(Kind.ALL_GATHER, self._gather_between, part, own),
-            _Step(Kind.ALL_GATHER, self._gather_within, flat, part),
+            _Step(0, Kind.ALL_GATHER, self._gather_between, part, own),
+            _Step(2, Kind.ALL_GATHER, self._gather_within, flat, part),
         )
         return self._start(steps, flat, flat)
 
@@ -172,14 +180,13 @@ class FactoredGroup:
         return self._whole.broadcast(data, cell if is_whole else self._by_cell[cell])
 
     def complete(self, staged: _Staged) -> None:
-        """Waits for a collective and for those that were started before it, step by step over all of them, so
+        """Waits for a collective and for those that were started before it, turn by turn over all of them, so
         that they overlap."""
         last = self._queue.index(staged)
         waiting = self._queue[: last + 1]
-        for index in range(max(len(earlier.steps) for earlier in waiting)):
+        for turn in range(1, _TURNS + 1):
             for earlier in waiting:
-                if index < len(earlier.steps):
-                    earlier.next_step()
+                earlier.take(turn)
         del self._queue[: last + 1]
 
     def _start(self, steps: Sequence[_Step], flat: torch.Tensor, padded: torch.Tensor) -> Work:
@@ -212,10 +219,19 @@ class FactoredGroup:
         self.traffic[factor] += Traffic(1, payload, wire_bytes(kind, payload, group.size()))
 
 
+_TURNS = 3
+
+
 @dataclass(frozen=True)
 class _Step:
-    """One collective over one factor: of a tensor, and the rank's own part of it."""
+    """One collective over one factor: of a tensor, and the rank's own part of it.
 
+    ``turn`` says when it starts among the steps of what is waited for together. Whatever goes over one group has the
+    same turn: otherwise a sum and a gather that one rank waits for together and another one after the other would meet
+    in that group in different orders.
+    """
+
+    turn: int
     kind: Kind
     group: dist.ProcessGroup
     whole: torch.Tensor
@@ -233,9 +249,7 @@ class _Step:
 class _Staged:
     """A collective on a backend without streams: all steps but the first start when it is waited for."""
 
-    def __init__(
-        self, group: FactoredGroup, steps: Sequence[_Step], flat: torch.Tensor, padded: torch.Tensor
-    ) -> None:
+    def __init__(self, group: FactoredGroup, steps: Sequence[_Step], flat: torch.Tensor, padded: torch.Tensor) -> None:
         self.steps = steps
         self._group = group
         self._flat, self._padded = flat, padded
@@ -246,9 +260,10 @@ class _Staged:
         if self._work is not None:
             self._group.complete(self)
 
-    def next_step(self) -> None:
-        """Waits for the step that has been started last, and starts the next one."""
-        assert self._work is not None
+    def take(self, turn: int) -> None:
+        """Waits for the step that has been started last, and starts the next one, if that is due."""
+        if self._work is None or (self._started < len(self.steps) and self.steps[self._started].turn > turn):
+            return
         self._work.wait()
         if self._started < len(self.steps):
             self._work = self.steps[self._started].start(async_op=True)

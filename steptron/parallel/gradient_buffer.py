@@ -61,6 +61,9 @@ class GradientBuffer:
     Attributes:
         plan: its layout.
         data: fp32 [length].
+
+    Raises:
+        ValueError: a parameter has another shape than its spec gives it; the message names it.
     """
 
     def __init__(
@@ -68,6 +71,11 @@ class GradientBuffer:
     ) -> None:
         self.plan = plan
         held = [parameters[shard.parameter.name] for shard in plan.shards]
+        for shard, parameter in zip(plan.shards, held, strict=True):
+            if parameter.shape != shard.shape:
+                raise ValueError(
+                    f"{shard.parameter.name} has shape {list(parameter.shape)}, and {list(shard.shape)} by its spec"
+                )
         layout = plan.layout
         self.data = torch.zeros(layout.length, dtype=torch.float32, device=device or held[0].device)
         self.spans = [_Span(self.data[span.start : span.stop], layout.reduction) for span in layout.spans]
@@ -76,7 +84,9 @@ class GradientBuffer:
             end = offset + parameter.numel()
             parameter.main_grad = self.data[offset:end].view(parameter.shape)  # type: ignore[attr-defined]
             self.spans_of[parameter] = [
-                own for own, span in zip(self.spans, layout.spans, strict=True) if span.start < end and offset < span.stop
+                own
+                for own, span in zip(self.spans, layout.spans, strict=True)
+                if span.start < end and offset < span.stop
             ]
             for span in self.spans_of[parameter]:
                 span.expect(order)

@@ -9,13 +9,16 @@ import torch.distributed as dist
 
 from steptron.optim.owned import OwnedPiece
 
-_CHUNK_ELEMENTS = 1 << 16
-"""Elements whose squares are added in fp32. torch's norm on CPU adds them one after the other: it is
-short by 1e-5 at a million elements and by 1e-2 at a hundred million, by 1e-7 at this length."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 15}
+"""Gradients that are widened to float64 at once, by type of device: as many as stay in a core's cache."""
+_LARGE_CHUNK = 1 << 24
+"""On other devices: few kernels."""
 
 
 @torch.no_grad()
-def gradient_norm(owned: Iterable[OwnedPiece], device: torch.device) -> float:
+def gradient_norm(
+    owned: Iterable[OwnedPiece], device: torch.device, along: torch.Tensor | None = None
+) -> tuple[float, float]:
     """Norm over every gradient of the whole model, a float32 number.
 
     Every gradient has one owner, who counts it; of the two stages that have the embedding the first one does. Squares
@@ -24,9 +27,15 @@ def gradient_norm(owned: Iterable[OwnedPiece], device: torch.device) -> float:
     Args:
         owned: what this rank owns, whose gradients are reduced; may be nothing.
         device: what collectives work on.
+        along: a number that is added up over all ranks in the same collective.
+
+    Returns:
+        The norm, and the sum of ``along``.
     """
     own = _sum_of_squares([piece.gradient for piece in owned if not piece.is_copy], device)
-    return float(_add_up(own).sqrt().float())
+    brought = torch.zeros_like(own) if along is None else along.to(own)
+    squares, total = _add_up(torch.stack([own, brought])).unbind()
+    return float(squares.sqrt().float()), float(total)
 
 
 @torch.no_grad()
@@ -38,10 +47,16 @@ def clip_gradients(owned: Iterable[OwnedPiece], norm: float, max_norm: float) ->
 
 
 def _sum_of_squares(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    chunks = [chunk for gradient in gradients for chunk in gradient.split(_CHUNK_ELEMENTS)]
-    if not chunks:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(chunks)).double().square().sum()
+    """In float64 throughout: its rounding, 1e-13 or so, is lost when the norm is rounded to float32, and with it
+    where gradients were cut."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    longest = min(_CHUNK_ELEMENTS.get(device.type, _LARGE_CHUNK), max(map(torch.Tensor.numel, gradients), default=0))
+    wide = torch.empty(longest, dtype=torch.float64, device=device)
+    for gradient in gradients:
+        for chunk in gradient.split(max(1, longest)):
+            own = wide[: chunk.numel()].copy_(chunk)
+            total += torch.dot(own, own)
+    return total
 
 
 def _add_up(values: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,12 @@ class ParameterBuffer:
         plan: the gradient buffer's.
         parameters: by name; their storage may move.
         group: the ranks that share them.
+
+    Raises:
+        ValueError: parameters of one buffer have different dtypes; the message names one.
     """
 
-    def __init__(
-        self, plan: BufferPlan, parameters: Mapping[str, torch.nn.Parameter], group: ReplicaGroup
-    ) -> None:
+    def __init__(self, plan: BufferPlan, parameters: Mapping[str, torch.nn.Parameter], group: ReplicaGroup) -> None:
         self.plan = plan
         self._group = group
         self._held = [parameters[shard.parameter.name] for shard in plan.shards]
@@ -33,7 +34,9 @@ class ParameterBuffer:
         layout = plan.layout
         if layout.has_cells and group.size() > 1:
             self._data = self._held[0].new_zeros(layout.length, requires_grad=False)
-            for parameter, offset in zip(self._held, layout.offsets, strict=True):
+            for shard, parameter, offset in zip(plan.shards, self._held, layout.offsets, strict=True):
+                if parameter.dtype is not self._data.dtype:
+                    raise ValueError(f"{shard.parameter.name} is {parameter.dtype} among {self._data.dtype}")
                 view = self._data[offset : offset + parameter.numel()].view(parameter.shape)
                 view.copy_(parameter.detach())
                 parameter.data = view
@@ -46,14 +49,9 @@ class ParameterBuffer:
         """
         if self._group.size() == 1:
             return []
-        layout = self.plan.layout
         if self._data is None:
-            by_name = {shard.parameter.name: p for shard, p in zip(self.plan.shards, self._held, strict=True)}
-            return [
-                (self._group.broadcast(by_name[name].detach().view(-1)[piece.start : piece.stop], piece.owner), (by_name[name],))
-                for piece in reversed(self.plan.pieces)
-                for name in [piece.shard.parameter.name]
-            ]
+            return self._send_pieces()
+        layout = self.plan.layout
         started = []
         for span in reversed(layout.spans):
             inside = tuple(
@@ -62,6 +60,15 @@ class ParameterBuffer:
                 if offset < span.stop and span.start < offset + parameter.numel()
             )
             started.append((self._group.all_gather(self._data[span.start : span.stop]), inside))
+        return started
+
+    def _send_pieces(self) -> list[tuple[Work, tuple[torch.nn.Parameter, ...]]]:
+        by_name = {shard.parameter.name: p for shard, p in zip(self.plan.shards, self._held, strict=True)}
+        started: list[tuple[Work, tuple[torch.nn.Parameter, ...]]] = []
+        for piece in reversed(self.plan.pieces):
+            parameter = by_name[piece.shard.parameter.name]
+            run = parameter.detach().view(-1)[piece.start : piece.stop]
+            started.append((self._group.broadcast(run, piece.owner), (parameter,)))
         return started
 
 

@@ -27,6 +27,10 @@ class ReplicaGroup(Protocol):
     def cell(self) -> int:
         """Which of the equal cells of a tensor this member owns."""
 
+    @property
+    def ranks_by_cell(self) -> tuple[int, ...]:
+        """Global rank of the owner of each cell."""
+
     def size(self) -> int:
         """Members."""
 
@@ -53,6 +57,10 @@ class WholeGroup:
     @property
     def cell(self) -> int:
         return self.group.rank()
+
+    @property
+    def ranks_by_cell(self) -> tuple[int, ...]:
+        return tuple(self._ranks)
 
     def size(self) -> int:
         return self.group.size()

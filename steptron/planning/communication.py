@@ -1,24 +1,26 @@
 """Communication of a training step, by formula: bytes per rank, process group and kind, before anything runs.
 
-Follows what the modules, Megatron-Core's layers and dispatchers and our gradient buffers do in
+Follows what the modules, Megatron-Core's layers and dispatchers, our gradient and parameter buffers and Muon do in
 ``TrainStep.run``; ``benchmarks/layouts.py`` holds it against bytes counted in the collectives. Not included:
-what happens between steps (checkpoints, validation, clocks), and what a step does only when it fails.
+what happens between steps (checkpoints, validation, clocks), what a step does only when it fails, and what Muon's
+diagnostics gather in the steps that they are due in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from steptron.config.schema import PretrainConfig
-from steptron.model.layer_spec import AttentionSpec, LayerSpec, MoeFfnSpec, ParameterRole
-from steptron.model.parameter_shards import Cut, cut_of
+from steptron.model.layer_spec import AttentionSpec, LayerSpec, MoeFfnSpec
 from steptron.model.stages import Stage
-from steptron.parallel.buckets import bucket_runs
+from steptron.optim.buffer_plan import BufferPlan
+from steptron.optim.ownership import Reduction
 from steptron.parallel.factors import Factor, split_by_node
 from steptron.parallel.traffic import CommunicationVolume, Kind, Traffic, wire_bytes
+from steptron.planning.ownership import muon_batches, owned_pieces, rank_buffers
 from steptron.planning.placement import Placement
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -65,7 +67,11 @@ class _Exchange:
 
 
 def step_communication(
-    config: PretrainConfig, placement: Placement, rank: int, micro_batches: int | None = None
+    config: PretrainConfig,
+    placement: Placement,
+    rank: int,
+    micro_batches: int | None = None,
+    buffers: Sequence[BufferPlan] | None = None,
 ) -> CommunicationVolume:
     """What a rank hands to collectives in one optimizer step.
 
@@ -80,13 +86,14 @@ def step_communication(
         placement: its layout.
         rank: the rank.
         micro_batches: of the rank in the step; by ``train.global_batch_size`` when None.
+        buffers: the gradient buffers of its pipeline rank, where they are known.
 
     Raises:
         ValueError: there is no such rank, or nodes (``parallel.node_size``) share a data-parallel group unevenly.
     """
     if micro_batches is None:
         micro_batches = config.train.micro_batches(placement.data)
-    formula = _Formula(config, placement, rank)
+    formula = _Formula(config, placement, rank, rank_buffers(config, placement, rank) if buffers is None else buffers)
     per_micro_batch = formula.volume(message for stage in formula.stages for message in formula.micro_batch(stage))
     per_step = formula.volume(formula.step())
     repeated = CommunicationVolume({key: traffic * micro_batches for key, traffic in per_micro_batch.traffic.items()})
@@ -96,13 +103,15 @@ def step_communication(
 class _Formula:
     """The terms for one rank."""
 
-    def __init__(self, config: PretrainConfig, placement: Placement, rank: int) -> None:
+    def __init__(self, config: PretrainConfig, placement: Placement, rank: int, buffers: Sequence[BufferPlan]) -> None:
         self.config, self.placement, self.rank = config, placement, rank
         self.own = placement.coordinates(rank)
         self.stages = placement.chunks(self.own.pipeline)
         self.element = _ELEMENT_BYTES[config.train.precision]
         self.sizes = _group_sizes(placement)
         self.ranks = placement.groups(rank)
+        self.buffers = buffers
+        self.sizes |= self._factors()
         batch, length = config.train.micro_batch_size, config.data.sequence_length
         self.length, self.batch = length, batch
         self.context_tokens = batch * length // placement.context
@@ -267,55 +276,75 @@ class _Formula:
         depths = self.placement.mtp_depths
         yield Message("dp", Kind.ALL_REDUCE, (2 + depths) * _INT64)  # numbers of tokens
         yield from self._gradients()
-        for group in ("tp", "ep", "pp"):  # sums of squares of the gradient norm
-            yield Message(group, Kind.ALL_GATHER, self.sizes[group] * _FP64)
+        # Sums of squares of the gradient norm, and numbers of updates that were not finite.
+        yield Message("world", Kind.ALL_GATHER, self.sizes["world"] * 2 * _FP64)
+        yield from self._update()
         spec = self.placement.spec
         experts = self.config.model.moe.num_experts
         yield Message("world", Kind.ALL_REDUCE, len(spec.moe_layers) * experts * _INT64)
         yield Message("world", Kind.ALL_REDUCE, (4 + depths) * _FP64)  # losses, confidence, stop signal
 
     def _gradients(self) -> Iterator[Message]:
-        """Gradients in fp32 over the ranks that share their parameters, bucket by bucket; the embedding's
-        over both stages that use it."""
-        for chunk, stage in enumerate(self.stages):
-            buffers: dict[str, list[int]] = {}
-            for held in self.placement.held(self.rank):
-                if held.chunk != chunk or not self._is_trained(held.name, held.shard.parameter.role):
-                    continue
-                cut = cut_of(held.shard.parameter.role)
-                whole = "tp_dp_cp" if self.placement.tensor > 1 else "dp_cp"
-                group = {Cut.EXPERTS: "expt_dp", Cut.NONE: whole}.get(cut, "dp_cp")
-                buffers.setdefault(group, []).append(held.shard.size)
-                is_twice = self.placement.mtp_depths > 0 and not (stage.is_first and stage.is_last)
-                if held.shard.parameter.role is ParameterRole.EMBEDDING and is_twice:
-                    yield Message("embd", Kind.ALL_REDUCE, held.shard.size * _FP32)
-            for group, sizes in buffers.items():
-                ordered = sizes[::-1]
-                for first, stop in bucket_runs(ordered):
-                    yield from self._reduction(group, sum(ordered[first:stop]))
+        """Gradients in fp32 over the ranks that share their parameters, span by span; the embedding's over both
+        stages that use it, of what this rank has the sum of."""
+        for buffer in self.buffers:
+            layout = buffer.layout
+            scatters = layout.reduction is Reduction.REDUCE_SCATTER
+            for span in layout.spans:
+                yield from self._over_nodes(
+                    buffer.replicas, Kind.REDUCE_SCATTER if scatters else Kind.ALL_REDUCE, span.size, _FP32
+                )
+            if buffer.is_shared_embedding:
+                parts = [span.size // layout.ranks for span in layout.spans] if scatters else [layout.length]
+                yield from (Message("embd", Kind.ALL_REDUCE, part * _FP32) for part in parts)
 
-    def _reduction(self, group: str, elements: int) -> Iterator[Message]:
-        node_size = self.config.parallel.node_size
-        if node_size is None or self.sizes[group] == 1:
-            yield Message(group, Kind.ALL_REDUCE, elements * _FP32)
-            return
-        nodes = split_by_node(self.ranks[group], node_size)
-        members = len(nodes[0])
+    def _update(self) -> Iterator[Message]:
+        """Parts of the matrices that tensor parallelism cuts, to be orthogonalised whole; updated parameters."""
+        owned = owned_pieces(self.config, self.placement, self.rank, self.buffers)
+        for batch in muon_batches(owned, self.config.optimizer, self.config.train.deterministic):
+            if batch.parts > 1:
+                yield Message("tp", Kind.ALL_GATHER, batch.matrices * batch.short * batch.long * _FP32)
+        for buffer in self.buffers:
+            group, layout = buffer.replicas, buffer.layout
+            if layout.has_cells:
+                for span in layout.spans:
+                    yield from self._over_nodes(group, Kind.ALL_GATHER, span.size, self.element)
+            else:
+                for piece in buffer.pieces:
+                    yield Message(self._whole(group), Kind.BROADCAST, (piece.stop - piece.start) * self.element)
+
+    def _over_nodes(self, group: str, kind: Kind, elements: int, element: int) -> Iterator[Message]:
+        """A collective over ranks that hold the same parameters: within nodes and between them where both have some."""
         intra, inter = f"{group}.{Factor.INTRA}", f"{group}.{Factor.INTER}"
-        self.sizes |= {intra: members, inter: len(nodes)}
-        if members == 1 or len(nodes) == 1:
-            yield Message(inter if members == 1 else intra, Kind.ALL_REDUCE, elements * _FP32)
+        if self._whole(group) != group or intra not in self.sizes:
+            yield Message(self._whole(group), kind, elements * element)
             return
-        part = -(-elements // members) * _FP32
-        yield Message(intra, Kind.REDUCE_SCATTER, members * part)
-        yield Message(inter, Kind.ALL_REDUCE, part)
-        yield Message(intra, Kind.ALL_GATHER, members * part)
+        part = -(-elements // self.sizes[intra]) * element
+        whole = self.sizes[intra] * part
+        if kind is not Kind.ALL_GATHER:
+            yield Message(intra, Kind.REDUCE_SCATTER, whole)
+        yield Message(inter, kind, part)
+        if kind is not Kind.REDUCE_SCATTER:
+            yield Message(intra, Kind.ALL_GATHER, whole)
 
-    def _is_trained(self, name: str, role: ParameterRole) -> bool:
-        if role is ParameterRole.ROUTER_BIAS or (role is ParameterRole.ROUTER and self.config.balance.freeze_router):
-            return False
-        frozen = self.placement.spec.mtp[self.placement.mtp_depths :]
-        return not any(name.startswith(f"{depth.prefix}.") for depth in frozen)
+    def _whole(self, group: str) -> str:
+        """What a group's collectives over all its ranks are counted as: where all of them are on one node, or each
+        is on another, those of that factor."""
+        intra, inter = (self.sizes.get(f"{group}.{factor}") for factor in (Factor.INTRA, Factor.INTER))
+        if inter == 1:
+            return f"{group}.{Factor.INTRA}"
+        return f"{group}.{Factor.INTER}" if intra == 1 else group
+
+    def _factors(self) -> dict[str, int]:
+        """Ranks within nodes and between them, of the groups that parameters are shared over."""
+        node_size = self.config.parallel.node_size
+        if node_size is None:
+            return {}
+        sizes: dict[str, int] = {}
+        for group in {buffer.replicas for buffer in self.buffers}:
+            nodes = split_by_node(self.ranks[group], node_size)
+            sizes |= {f"{group}.{Factor.INTRA}": len(nodes[0]), f"{group}.{Factor.INTER}": len(nodes)}
+        return sizes
 
 
 def _group_sizes(placement: Placement) -> dict[str, int]:

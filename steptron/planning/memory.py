@@ -13,17 +13,26 @@ from typing import Literal
 
 from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import ParameterRole, ParameterSpec
+from steptron.optim.buffer_plan import BufferPlan, Piece
+from steptron.optim.rules import Algorithm
 from steptron.planning.activations import ChunkMemory, Workload, chunk_memory, chunk_operations
+from steptron.planning.ownership import MuonBatch, idle_parameters, muon_batches, owned_pieces, rank_buffers
 from steptron.planning.pipeline import passes_of
 from steptron.planning.placement import HeldParameter, Placement
 from steptron_kernels.extension import has_fast_bf16, why_unfit
 
-_FP32, _BF16 = 4, 2
+_FP32, _BF16, _FP64 = 4, 2, 8
 _BATCH_BYTES = 4 * 8 + 1
 """Of a token in a ``MicroBatch``: tokens, labels, positions and documents in int64, a loss mask in bool."""
 _PANEL = 64
 """Columns that a packed weight is filled up to (``csrc/gemm.h``)."""
 _ELEMENT = {"fp32": _FP32, "bf16": _BF16}
+_ITERATION = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Of a number in the state of Polar Express, by ``optimizer.muon.precision``."""
+_STATE = {Algorithm.MUON: 1, Algorithm.ADAMW: 2, Algorithm.SGD: 0}
+"""fp32 numbers that an algorithm keeps for every number that it updates."""
+_ORTHOGONALISED_AT_ONCE = 1 << 26
+"""Elements that torch operations orthogonalise at once (``steptron_kernels.polar_express.plain``)."""
 _UNPACKED = frozenset(
     {ParameterRole.EMBEDDING, ParameterRole.NORM, ParameterRole.SINK, ParameterRole.ROUTER, ParameterRole.ROUTER_BIAS}
 )
@@ -71,15 +80,17 @@ class RankMemory:
     """Bytes of one rank.
 
     Attributes:
-        parameters: parameters, and the router's selection biases.
-        gradients: fp32 gradients of the parameters in training.
-        optimizer: moments, and fp32 weights behind narrower parameters.
+        parameters: parameters, with what fills them up where they lie in the cells of their owners, and the router's
+            selection biases.
+        gradients: fp32 gradients of the parameters in training, padding included.
+        optimizer: of what the rank owns, momentum or moments, and fp32 weights behind narrower parameters.
         packed_weights: copies of weights in the layout that native products read.
         batch: the micro-batches of a step.
         buffers: communication buffers that stay.
         activations: what is kept for backward passes at the moment of most, by part.
         in_flight: passes through chunks whose activations are kept then.
         transient: what is alive besides at that moment: gradients between operations, copies, messages.
+        update: what the update needs besides what is fixed, when no activations are kept.
     """
 
     parameters: float
@@ -91,6 +102,7 @@ class RankMemory:
     activations: dict[str, float] = field(default_factory=dict)
     in_flight: int = 0
     transient: float = 0
+    update: float = 0
 
     @property
     def fixed(self) -> float:
@@ -100,10 +112,16 @@ class RankMemory:
     @property
     def peak(self) -> float:
         """The most in a step."""
-        return self.fixed + sum(self.activations.values()) + self.transient
+        return self.fixed + max(sum(self.activations.values()) + self.transient, self.update)
 
 
-def rank_memory(config: PretrainConfig, placement: Placement, rank: int, assumed: Assumptions) -> RankMemory:
+def rank_memory(
+    config: PretrainConfig,
+    placement: Placement,
+    rank: int,
+    assumed: Assumptions,
+    buffers: Sequence[BufferPlan] | None = None,
+) -> RankMemory:
     """The memory of one rank.
 
     Args:
@@ -111,29 +129,30 @@ def rank_memory(config: PretrainConfig, placement: Placement, rank: int, assumed
         placement: its layout.
         rank: the rank.
         assumed: what the configuration leaves open.
+        buffers: the gradient buffers of its pipeline rank, where they are known.
 
     Raises:
         ValueError: there is no such rank.
     """
     train = config.train
     own, held = placement.coordinates(rank), placement.held(rank)
-    trained = [part for part in held if _is_trained(part, placement, config.balance.freeze_router)]
+    buffers = rank_buffers(config, placement, rank) if buffers is None else buffers
+    owned = owned_pieces(config, placement, rank, buffers)
     element = _ELEMENT[train.precision]
-    moments = 2 if config.optimizer.name == "adamw" else 0
-    masters = 1 if train.precision == "bf16" else 0
-    num_trained = sum(part.shard.size for part in trained)
     micro_batches = train.micro_batches(placement.data)
     work = workload(config, placement, own.context, assumed)
     fixed = RankMemory(
         parameters=sum(
             part.shard.size * (_FP32 if part.shard.parameter.role is ParameterRole.ROUTER_BIAS else element)
             for part in held
-        ),
-        gradients=_FP32 * num_trained,
-        optimizer=_FP32 * (moments + masters) * num_trained,
+        )
+        + element * sum(buffer.layout.padding for buffer in buffers if _holds_parameters(buffer)),
+        gradients=_FP32 * sum(buffer.layout.length for buffer in buffers),
+        optimizer=optimizer_state(owned, config),
         packed_weights=_packed_weights(held, placement, assumed) if assumed.native else 0,
         batch=micro_batches * train.micro_batch_size * config.data.sequence_length * _BATCH_BYTES,
         buffers=_buffers(work, placement.spec.hidden_size),
+        update=update_memory(owned, config, assumed),
     )
     return _at_peak(fixed, placement, own.pipeline, work, micro_batches)
 
@@ -158,17 +177,59 @@ def workload(config: PretrainConfig, placement: Placement, context_rank: int, as
     )
 
 
-def _is_trained(part: HeldParameter, placement: Placement, freeze_router: bool) -> bool:
-    role = part.shard.parameter.role
-    if role is ParameterRole.ROUTER_BIAS or (freeze_router and role is ParameterRole.ROUTER):
-        return False
-    return part.name not in _idle_parameters(placement)
+def optimizer_state(owned: Sequence[Piece], config: PretrainConfig) -> int:
+    """Bytes that stay for what a rank owns: momentum or moments, and fp32 weights behind narrower parameters."""
+    masters = 0 if config.train.precision == "fp32" else 1
+    return _FP32 * sum((piece.stop - piece.start) * (_STATE[piece.rule.algorithm] + masters) for piece in owned)
 
 
-def _idle_parameters(placement: Placement) -> frozenset[str]:
-    """Parameters of the MTP depths that do not run."""
-    idle = placement.spec.mtp[placement.mtp_depths :]
-    return frozenset(parameter.name for depth in idle for parameter in depth.parameters())
+def update_memory(owned: Sequence[Piece], config: PretrainConfig, assumed: Assumptions) -> float:
+    """Most bytes that a rank's update has besides what stays: Muon's largest batch. AdamW and SGD work in place."""
+    kernels = config.train.kernels
+    native = assumed.device == "cpu" and (kernels == "native" or (kernels == "auto" and why_unfit() is None))
+    return max(
+        (
+            _batch_memory(batch, config, assumed.device, native)
+            for batch in muon_batches(owned, config.optimizer, config.train.deterministic)
+        ),
+        default=0.0,
+    )
+
+
+def _holds_parameters(buffer: BufferPlan) -> bool:
+    """Whether its parameters lie in a flat tensor of their own, in cells like their gradients."""
+    return buffer.layout.has_cells and buffer.layout.ranks > 1
+
+
+def _batch_memory(batch: MuonBatch, config: PretrainConfig, device: str, native: bool) -> float:
+    """Of a batch of matrices [l, k]: collected, gathered, made orthogonal."""
+    own = batch.matrices * batch.short * batch.long * _FP32 / batch.parts
+    whole = batch.size * batch.short * batch.long * _FP32
+    # Each direction alone, and all of them stacked; without Nesterov they are views of the momentum.
+    stacked = own * (2 if config.optimizer.muon.nesterov else 1)
+    gathered = stacked + 2 * whole if batch.parts > 1 else 0.0
+    filled = own * batch.parts + whole if batch.size > batch.matrices else 0.0
+    # Input, result, and the result without what is not finite.
+    orthogonal = 3.0 * whole
+    if not native:
+        orthogonal = max(orthogonal, whole + _iteration_memory(batch, config, device))
+    return max(stacked, gathered, filled, orthogonal)
+
+
+def _iteration_memory(batch: MuonBatch, config: PretrainConfig, device: str) -> float:
+    """Besides the input, in torch operations (``steptron_kernels.polar_express.plain``), which take a part of the
+    batch at a time and keep the results of the parts before."""
+    size = batch.short * batch.long
+    at_once = min(batch.size, max(1, _ORTHOGONALISED_AT_ONCE // size))
+    x, gram = at_once * size, at_once * batch.short**2
+    narrow = _ITERATION[config.optimizer.muon.precision]
+    # On CPUs numbers of a narrow dtype are kept as rounded fp32.
+    stored = _FP32 if device == "cpu" else narrow
+    rounding = narrow + _FP32 if stored != narrow else 0
+    before = (batch.size - at_once) * size * stored
+    norm = x * (_FP32 + _FP64)  # scaled, and once more in float64
+    step = x * (2 * stored + rounding) + 2 * gram * stored
+    return before + max(norm, step)
 
 
 def packed_weights_padding(held: Sequence[HeldParameter], placement: Placement, assumed: Assumptions) -> int:
@@ -182,7 +243,7 @@ def _packed_weights(
     held: Sequence[HeldParameter], placement: Placement, assumed: Assumptions, panel: int = _PANEL
 ) -> int:
     """Bytes of ``steptron_kernels.packed_weights``: as right operand of x W^T, in bf16 of dy W too."""
-    idle = _idle_parameters(placement)
+    idle = idle_parameters(placement)
     total = 0
     for part in held:
         parameter = part.shard.parameter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -13,10 +13,19 @@ from steptron.config.checks import check
 from steptron.config.schema import PretrainConfig
 from steptron.model.parameter_shards import vocabulary_rows
 from steptron.model.stages import Stage
+from steptron.optim.buffer_plan import BufferPlan
 from steptron.parallel.traffic import CommunicationVolume
 from steptron.planning.communication import step_communication
 from steptron.planning.flops import stage_forward_flops
-from steptron.planning.memory import Assumptions, RankMemory, packed_weights_padding, rank_memory
+from steptron.planning.memory import (
+    Assumptions,
+    RankMemory,
+    optimizer_state,
+    packed_weights_padding,
+    rank_memory,
+    update_memory,
+)
+from steptron.planning.ownership import BufferFigures, figures_of, owned_in_stage, rank_buffers
 from steptron.planning.pipeline import ideal_idle_share, idle_share
 from steptron.planning.placement import HeldParameter, Placement, placement
 from steptron.planning.rank import BuiltRank, build_rank
@@ -44,16 +53,17 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelineRankPlan:
-    """A pipeline rank, by the first of its ranks. The others hold and do as much, but for the keys of full layers: of
-    context-parallel ranks the first sees most.
+    """A pipeline rank, by the one of its ranks that needs most memory. The others hold and do as much, but for what
+    they own and update, and for the keys of full layers: of context-parallel ranks the first sees most.
 
     Attributes:
-        rank: the first rank.
+        rank: the rank that needs most memory, the first of several.
         parameters: that a rank holds, the copy of the embedding included.
         flops_share: of the model's FLOPs of a forward pass.
         idle_share: of a step, waiting for other pipeline ranks when only computing takes time.
         memory: in a step.
         communication: in a step.
+        buffers: its gradient buffers.
     """
 
     pipeline_rank: int
@@ -63,6 +73,7 @@ class PipelineRankPlan:
     idle_share: float
     memory: RankMemory
     communication: CommunicationVolume
+    buffers: tuple[BufferFigures, ...]
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class LayoutPlan:
                     "idle_share": rank.idle_share,
                     "memory": _memory(rank.memory),
                     "communication": _communication(rank.communication),
+                    "gradient_buffers": [_figures(buffer) for buffer in rank.buffers],
                 }
                 for rank in self.ranks
             ],
@@ -139,6 +151,7 @@ class RankPlan:
     Attributes:
         built: groups, chunks and buffers.
         parameters: every parameter and router bias, in module order.
+        buffers: figures of the gradient buffers, in the order in which they were built.
         memory: in a step.
         communication: in a step.
         sequence_unit: tokens that the length of sequences must be a multiple of.
@@ -148,6 +161,7 @@ class RankPlan:
     placement: Placement
     built: BuiltRank
     parameters: tuple[OwnedParameter, ...]
+    buffers: tuple[BufferFigures, ...]
     memory: RankMemory
     communication: CommunicationVolume
     sequence_unit: int
@@ -165,9 +179,19 @@ class RankPlan:
                     "stage": chunk.index,
                     **asdict(chunk.stage),
                     "embedding_is_copy": chunk.embedding_is_copy,
-                    "gradient_buffers": [asdict(buffer) for buffer in chunk.buffers],
                 }
                 for chunk in self.built.chunks
+            ],
+            "gradient_buffers": [
+                {
+                    **_figures(figures),
+                    "over": built.ranks,
+                    "owned": built.owned,
+                    "within_node": built.within_node,
+                    "between_nodes": built.between_nodes,
+                    "names": built.parameters,
+                }
+                for built, figures in zip(self.built.buffers, self.buffers, strict=True)
             ],
             "parameters": [
                 {
@@ -221,7 +245,8 @@ def plan_layout(config: PretrainConfig, world_size: int, assumed: Assumptions) -
     )
     ranks = []
     for pipeline_rank in range(place.pipeline):
-        rank = pipeline_rank * place.stage_size
+        buffers = rank_buffers(config, place, pipeline_rank * place.stage_size)
+        rank = _fullest_rank(config, place, pipeline_rank * place.stage_size, buffers, assumed)
         ranks.append(
             PipelineRankPlan(
                 pipeline_rank,
@@ -229,8 +254,9 @@ def plan_layout(config: PretrainConfig, world_size: int, assumed: Assumptions) -
                 sum(part.shard.size for part in place.held(rank)),
                 sum(flops[pipeline_rank :: place.pipeline]) / sum(flops),
                 idle[pipeline_rank],
-                rank_memory(config, place, rank, assumed),
-                step_communication(config, place, rank),
+                rank_memory(config, place, rank, assumed, buffers),
+                step_communication(config, place, rank, buffers=buffers),
+                tuple(figures_of(buffer, config.optimizer) for buffer in buffers),
             )
         )
     ideal = float(ideal_idle_share(place.pipeline, chunks, micro_batches))
@@ -246,6 +272,7 @@ def plan_rank(config: PretrainConfig, world_size: int, rank: int, assumed: Assum
     """
     place = placement(config, world_size)
     built = build_rank(config, world_size, rank)
+    plans = [buffer.plan for buffer in built.buffers]
     shapes = {name: (shape, chunk) for chunk in built.chunks for name, shape in chunk.shapes.items()}
     owned = tuple(
         OwnedParameter(
@@ -259,20 +286,50 @@ def plan_rank(config: PretrainConfig, world_size: int, rank: int, assumed: Assum
         "rows of the vocabulary on the last tensor-parallel rank": place.tensor
         * vocabulary_rows(config.model.vocab_size, place.tensor)
         - config.model.vocab_size,
-        "elements of gradient buffers": sum(buffer.elements for chunk in built.chunks for buffer in chunk.buffers)
+        "elements of gradient buffers": sum(buffer.elements for buffer in built.buffers)
         - sum(part.held.shard.size for part in owned if part.trained),
-        "elements of their reductions": sum(buffer.padding for chunk in built.chunks for buffer in chunk.buffers),
+        "elements of their reductions": sum(buffer.filling for buffer in built.buffers),
         "bytes of packed weights": packed_weights_padding(place.held(rank), place, assumed),
     }
     return RankPlan(
         place,
         built,
         owned,
-        rank_memory(config, place, rank, assumed),
-        step_communication(config, place, rank),
+        tuple(figures_of(buffer, config.optimizer) for buffer in plans),
+        rank_memory(config, place, rank, assumed, plans),
+        step_communication(config, place, rank, buffers=plans),
         unit,
         padding,
     )
+
+
+def _fullest_rank(
+    config: PretrainConfig, place: Placement, first: int, buffers: Sequence[BufferPlan], assumed: Assumptions
+) -> int:
+    """Of the ranks of a pipeline rank the one that needs most memory, the first of several.
+
+    They own different things, and so have more or less of the optimizer's state, and take more or less for their
+    updates; with context parallelism they keep different activations.
+    """
+    candidates: list[tuple[int, float, float]] = []
+    for rank, owned in owned_in_stage(config, place, first, buffers):
+        size = optimizer_state(owned, config)
+        candidates.append((rank, size, size + update_memory(owned, config, assumed)))
+    # Those before keep no less for backward passes: one that owns no more than they do cannot need more.
+    candidates.sort(key=lambda candidate: place.coordinates(candidate[0]).context)
+    possible: list[int] = []
+    most = -1.0, -1.0
+    for rank, state, update in candidates:
+        if state > most[0] or update > most[1]:
+            possible.append(rank)
+        most = max(most[0], state), max(most[1], update)
+    if len(possible) == 1:
+        return possible[0]
+    return max(possible, key=lambda rank: rank_memory(config, place, rank, assumed, buffers).peak)
+
+
+def _figures(figures: BufferFigures) -> dict[str, Any]:
+    return {**asdict(figures), "reduction": str(figures.reduction), "elements": figures.elements}
 
 
 def _sizes(place: Placement) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 torch's fake process group plays the other ranks (it answers every collective at once and moves nothing), and the
 meta device holds shapes only. What a rank would hold and with whom it would talk is then read off the objects that
-training uses: ``build_mesh``, ``StepModel`` and ``DataParallel``.
+training uses: ``build_mesh``, ``StepModel`` and ``ShardedModel``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import model_spec
 from steptron.model.stages import Stage
+from steptron.optim.buffer_plan import BufferPlan
 from steptron.planning.placement import Coordinates
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from steptron.parallel.gradient_buffer import DataParallel
+    from steptron.model.assembly import StepModel
+    from steptron.model.chunks import ModelChunks
     from steptron.parallel.mesh import Mesh
 
 GROUPS = ("tp", "cp", "dp", "dp_cp", "tp_dp_cp", "pp", "ep", "expt_dp")
@@ -32,22 +34,26 @@ class BuiltBuffer:
     """A gradient buffer.
 
     Attributes:
+        plan: its layout, and who owns what.
         ranks: those over which it is added up.
         parameters: names of the parameters that have their gradients in it.
         elements: fp32 numbers.
-        buckets: parts that are reduced one by one.
+        spans: sizes of the parts that are reduced one by one.
+        owned: numbers that this rank updates.
         within_node, between_nodes: the ranks with which this one adds up first and then, where ``parallel.node_size``
             factors the reduction; both empty where nothing is factored.
-        padding: numbers that the buckets are filled up with for it.
+        filling: numbers that spans are filled up with while they are added up to all ranks by nodes.
     """
 
+    plan: BufferPlan
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
     elements: int
-    buckets: int
+    spans: tuple[int, ...]
+    owned: int
     within_node: tuple[int, ...]
     between_nodes: tuple[int, ...]
-    padding: int
+    filling: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,6 @@ class BuiltChunk:
         shapes: local shape of every parameter, and of the router's selection biases (buffers), by logical name.
         frozen: names of the parameters that get no gradient.
         embedding_is_copy: whether it holds the embedding for MTP only.
-        buffers: gradient buffers.
     """
 
     index: int
@@ -68,17 +73,17 @@ class BuiltChunk:
     shapes: dict[str, tuple[int, ...]]
     frozen: frozenset[str]
     embedding_is_copy: bool
-    buffers: tuple[BuiltBuffer, ...]
 
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """A rank as it was built."""
+    """A rank as it was built; gradient buffers hold parameters of all its chunks."""
 
     rank: int
     coordinates: Coordinates
     groups: dict[str, tuple[int, ...]]
     chunks: tuple[BuiltChunk, ...]
+    buffers: tuple[BuiltBuffer, ...]
 
 
 def build_rank(config: PretrainConfig, world_size: int, rank: int) -> BuiltRank:
@@ -114,15 +119,17 @@ def build_rank(config: PretrainConfig, world_size: int, rank: int) -> BuiltRank:
             mesh.groups.expt_dp.rank(),
         )
         groups = {name: _ranks(getattr(mesh.groups, name)) for name in GROUPS}
-        return BuiltRank(rank, own, groups, tuple(_chunks(config, mesh)))
+        model = _chunks(config, mesh)
+        # Before parameters move into flat tensors, of which shapes are views.
+        chunks = tuple(_built_chunk(index, chunk, mesh) for index, chunk in enumerate(model))
+        return BuiltRank(rank, own, groups, chunks, tuple(_buffers(model, config, mesh)))
 
 
-def _chunks(config: PretrainConfig, mesh: Mesh) -> Iterator[BuiltChunk]:
+def _chunks(config: PretrainConfig, mesh: Mesh) -> ModelChunks:
     import torch
 
     from steptron.model.chunks import build_chunks
     from steptron.model.transformer_config import DTYPES, transformer_config
-    from steptron.parallel.gradient_buffer import DataParallel
 
     parallel = config.parallel
     if parallel.dispatcher == "flex":
@@ -130,38 +137,49 @@ def _chunks(config: PretrainConfig, mesh: Mesh) -> Iterator[BuiltChunk]:
         parallel = parallel.model_copy(update={"dispatcher": "alltoall"})
     engine = transformer_config(config.model, parallel, DTYPES[config.train.precision])
     with torch.device("meta"):
-        chunks = build_chunks(config, model_spec(config.model), engine, mesh)
-    for chunk, module in enumerate(chunks):
-        yield BuiltChunk(
-            index=chunk * mesh.pipeline_size + mesh.pipeline_rank,
-            stage=module.stage,
-            shapes={name: tuple(tensor.shape) for name, tensor in module.logical_tensors()},
-            frozen=frozenset(name for name, tensor in module.logical_tensors() if not tensor.requires_grad),
-            embedding_is_copy=module.embedding_is_copy,
-            buffers=tuple(_buffers(DataParallel(module, mesh))),
-        )
+        return build_chunks(config, model_spec(config.model), engine, mesh)
 
 
-def _buffers(model: DataParallel) -> Iterator[BuiltBuffer]:
-    from steptron.parallel.factored_group import FactoredGroup
+def _built_chunk(index: int, module: StepModel, mesh: Mesh) -> BuiltChunk:
+    return BuiltChunk(
+        index=index * mesh.pipeline_size + mesh.pipeline_rank,
+        stage=module.stage,
+        shapes={name: tuple(tensor.shape) for name, tensor in module.logical_tensors()},
+        frozen=frozenset(name for name, tensor in module.logical_tensors() if not tensor.requires_grad),
+        embedding_is_copy=module.embedding_is_copy,
+    )
 
-    for buffer in model.buffers:
-        names = tuple(
-            name
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and parameter.main_grad._base is buffer.data
-        )
-        buckets = buffer.bucket_sizes
+
+def _buffers(chunks: ModelChunks, config: PretrainConfig, mesh: Mesh) -> Iterator[BuiltBuffer]:
+    from steptron.optim.ownership import Reduction
+    from steptron.parallel.sharded_model import ShardedModel
+
+    sharded = ShardedModel(chunks, config.optimizer, mesh)
+    for buffer in sharded.gradients:
+        group = getattr(mesh.groups, buffer.plan.replicas)
+        factored = mesh.by_node.get(buffer.plan.replicas)
         within: tuple[int, ...] = ()
         between: tuple[int, ...] = ()
-        if isinstance(buffer.group, FactoredGroup):
-            whole = buffer.group.whole
-            if buffer.group.intra is not None and buffer.group.inter is not None:
-                within, between = _ranks(buffer.group.intra), _ranks(buffer.group.inter)
-        else:
-            whole = buffer.group
-        padding = sum(-elements % len(within) for elements in buckets) if within else 0
-        yield BuiltBuffer(_ranks(whole), names, buffer.data.numel(), len(buckets), within, between, padding)
+        if factored is not None and factored.intra is not None and factored.inter is not None:
+            within, between = _ranks(factored.intra), _ranks(factored.inter)
+        spans = tuple(span.data.numel() for span in buffer.spans)
+        fills = bool(within) and buffer.plan.layout.reduction is Reduction.ALL_REDUCE
+        own = set(buffer.plan.pieces)
+        yield BuiltBuffer(
+            plan=buffer.plan,
+            ranks=_ranks(group),
+            parameters=tuple(
+                name
+                for name, parameter in chunks.named_parameters()
+                if parameter.requires_grad and parameter.main_grad._base is buffer.data  # type: ignore[attr-defined]
+            ),
+            elements=buffer.data.numel(),
+            spans=spans,
+            owned=sum(piece.gradient.numel() for piece in sharded.owned if piece.piece in own),
+            within_node=within,
+            between_nodes=between,
+            filling=sum(-size % len(within) for size in spans) if fills else 0,
+        )
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -75,6 +75,7 @@ TABLE: tuple[Row, ...] = (
     Row("steptron::step", None, is_operator=False),
     Row("steptron::forward", None, is_operator=False),
     Row("steptron::gradient reduction", None, is_operator=False),
+    Row("steptron::parameter gather", None, is_operator=False),
     # Phases that are a kind of work by themselves, and torch's optimizers.
     Row("steptron::data", Category.DATA, Strength.ALL),
     Row("enumerate(DataLoader)#*", Category.DATA, Strength.ALL),
@@ -93,6 +94,7 @@ TABLE: tuple[Row, ...] = (
     *_all(Category.ELEMENTWISE, "steptron_kernels::swiglu* steptron_kernels::head_gate* steptron_kernels::add*"),
     *_all(Category.COPIES, "steptron_kernels::combine* steptron_kernels::dispatch* steptron_kernels::row_plan*"),
     *_all(Category.COPIES, "steptron_kernels::pack_weight*"),
+    *_all(Category.OPTIMIZER, "steptron_kernels::polar_express*"),
     *_python(Category.ATTENTION, "*Attention *AttentionBackward *FusedAttn* *FlashAttn*"),
     *_python(Category.ELEMENTWISE, "*R[Mm][Ss]Norm *R[Mm][Ss]NormBackward *Rotation *RotationBackward"),
     *_python(Category.PRODUCTS, "GroupedLinear* *LinearCrossEntropy*", Strength.OWN),

@@ -16,21 +16,23 @@ STEP = "steptron::step"
 WAIT = "steptron::wait"
 COLLECTION = "steptron::garbage collection"
 _PREFIX = "steptron::"
-_MARKED = ("data", "forward", "gradient reduction", "optimizer")
+_MARKED = ("data", "forward", "gradient reduction", "optimizer", "parameter gather")
 _BACKWARD, _EXCHANGE, _REST = "backward", "exchange outside these", "rest: norm, clipping, statistics"
-PHASES = ("data", "forward", _BACKWARD, "gradient reduction", "optimizer", _EXCHANGE, _REST)
+PHASES = ("data", "forward", _BACKWARD, "gradient reduction", "optimizer", "parameter gather", _EXCHANGE, _REST)
 
 Target = tuple[Any, str, str]
 """An object or class, the name of one of its methods, and the name of the mark around each call."""
 
 
-def training_targets(model: Iterable[Any], engine_config: Any, optimizer: Any, data: Any) -> list[Target]:
+def training_targets(model: Iterable[Any], engine_config: Any, optimizer: Any, gather: Any, data: Any) -> list[Target]:
     """The methods that are the phases of a training step.
 
     Args:
         model: the chunks that the schedule calls for a forward pass.
         engine_config: Megatron-Core's configuration, which names what completes the gradients.
         optimizer: its ``step``.
+        gather: its ``start``, which sends updated parameters on their way; where a forward pass waits for them is
+            part of that.
         data: its ``micro_batch``.
     """
     return [
@@ -38,6 +40,7 @@ def training_targets(model: Iterable[Any], engine_config: Any, optimizer: Any, d
         *((chunk, "forward", "steptron::forward") for chunk in model),
         (engine_config, "finalize_model_grads_func", "steptron::gradient reduction"),
         (optimizer, "step", "steptron::optimizer"),
+        (gather, "start", "steptron::parameter gather"),
     ]
 
 

@@ -7,6 +7,7 @@ import gc
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,9 @@ from steptron.config.summary import summary
 from steptron.data.batch import MicroBatch
 from steptron.data.sampler import SampleSource, validation_datasets
 from steptron.errors import UserError
+from steptron.model.chunks import ModelChunks
 from steptron.model.kernels import describe_kernels
+from steptron.optim.diagnostics import MuonDiagnostics, muon_of
 from steptron.optim.schedule import bias_update_rate, learning_rate
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.planning.parameters import count_parameters
@@ -31,6 +34,9 @@ from steptron.platform import determinism
 from steptron.platform.distributed import on_first_rank
 from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.meter import Meter
+from steptron.train.muon_log import FOLDER as MUON_FOLDER
+from steptron.train.muon_log import MuonLog
+from steptron.train.ownership import report_ownership
 from steptron.train.plot import plot_losses
 from steptron.train.records import ValidationRecord
 from steptron.train.run_lock import RunLock
@@ -77,7 +83,8 @@ class Pretraining:
         if fresh:
             self._delete_run()
         newest = self._newest_checkpoint()
-        self.step = TrainStep(config, self.mesh, self.device, self._initial_weights() if newest is None else None)
+        initial = self._initial_weights() if newest is None else None
+        self.step = TrainStep(config, self.mesh, self.device, initial, before_buffers=self._show_ownership)
         self.batches = BatchSchedule(config.train)
         self.progress = Progress() if newest is None else self._resume(newest)
 
@@ -94,8 +101,13 @@ class Pretraining:
         # What exists by now lives to the end; without this, collections keep looking through all of it: 45 ms each.
         gc.collect()
         gc.freeze()
-        with StopRequest() as stop, self._sinks() as sinks, self._profiler() as profiler:
-            complete = self._train(stop, sinks, profiler)
+        with (
+            StopRequest() as stop,
+            self._sinks() as sinks,
+            self._profiler() as profiler,
+            self._diagnostics() as diagnostics,
+        ):
+            complete = self._train(stop, sinks, profiler, diagnostics)
         if not complete:
             self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
         if self.is_reporter:
@@ -127,7 +139,9 @@ class Pretraining:
             lines.append(f"computing {describe_kernels(self.step.kernels, config.train, config.parallel)}")
         self._say("\n".join(lines))
 
-    def _train(self, stop: StopRequest, sinks: Sinks, profiler: StepProfiler | None) -> bool:
+    def _train(
+        self, stop: StopRequest, sinks: Sinks, profiler: StepProfiler | None, diagnostics: MuonDiagnostics | None
+    ) -> bool:
         train = self.config.train
         meter = Meter(self.config, self.mesh, self.device)
         while self.progress.step < train.steps:
@@ -140,10 +154,14 @@ class Pretraining:
             waited = time.perf_counter()
             batches = self._global_batch(self.train_data, self.progress.consumed_sequences, batch_size)
             data_seconds = time.perf_counter() - waited
+            if diagnostics is not None:
+                diagnostics.begin(index + 1)
             try:
                 result = self.step.run(batches, lr, bias_rate, stop.requested)
             except NonFiniteError as error:
                 raise UserError(f"training stopped at step {index + 1}: {error}") from error
+            if diagnostics is not None:
+                diagnostics.end(index + 1)
             if profiler is not None:
                 profiler.end(index + 1, result.observed.counts.valid)
             self.progress = Progress(
@@ -215,6 +233,10 @@ class Pretraining:
                 f"after step {self.progress.step} parameters are no longer finite: no checkpoint was written, the last "
                 "one is as it was. Lower optimizer.lr or optimizer.clip_grad_norm and run again"
             )
+        # Before the checkpoint is written, so that a run that resumes from it goes on as this one does.
+        clipping = self.step.weight_clipping
+        if clipping is not None and (clipped := clipping.apply()):
+            self._say(f"step {self.progress.step}: {clipping.describe(clipped)}")
         save_load.save(self.config, self.progress, self._datasets, self.step.chunks, self.step.optimizer, self.mesh)
 
     def _newest_checkpoint(self) -> Path | None:
@@ -244,6 +266,7 @@ class Pretraining:
             if folder.exists():
                 shutil.rmtree(folder)
             (self.config.train.output / LOG_NAME).unlink(missing_ok=True)
+            shutil.rmtree(self.config.train.output / MUON_FOLDER, ignore_errors=True)
 
         on_first_rank("the earlier run cannot be deleted", delete)
 
@@ -270,8 +293,28 @@ class Pretraining:
         if dist.get_rank() not in request.ranks:
             return contextlib.nullcontext()
         step = self.step
-        targets = training_targets(step.sharded.chunks, step.engine_config, step.optimizer, self.train_data)
+        targets = training_targets(
+            step.sharded.chunks, step.engine_config, step.optimizer, step.sharded.gather, self.train_data
+        )
         return StepProfiler(request, folder, targets, self.device)
+
+    @contextlib.contextmanager
+    def _diagnostics(self) -> Iterator[MuonDiagnostics | None]:
+        config, muon = self.config.optimizer.muon.diagnostics, muon_of(self.step.optimizer)
+        if config.every_steps is None or muon is None:
+            yield None
+            return
+        try:
+            log = MuonLog(self.config.train.output, dist.get_rank(), dist.get_world_size(), self.progress.step)
+        except OSError as error:
+            raise UserError(f"Muon's diagnostics cannot be written: {error}") from error
+        with contextlib.closing(log):
+            yield MuonDiagnostics(muon, config, log, answers_for_cut=self.mesh.tensor_rank == 0)
+
+    def _show_ownership(self, chunks: ModelChunks) -> None:
+        table = report_ownership(self.config, chunks, self.mesh)
+        if table is not None:
+            self._say(table)
 
     def _plot(self) -> None:
         output = self.config.train.output

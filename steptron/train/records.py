@@ -120,7 +120,7 @@ def to_json(record: Record) -> str:
     """One line of strict JSON, without the newline; figures that are not finite become the strings
     ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's and JavaScript's number conversions read."""
     content = {"kind": record.kind} | {
-        field.name: _jsonable(getattr(record, field.name)) for field in dataclasses.fields(record)
+        field.name: jsonable(getattr(record, field.name)) for field in dataclasses.fields(record)
     }
     return json.dumps(content, allow_nan=False)
 
@@ -164,9 +164,10 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """A figure, or figures, for strict JSON: what is not finite as text."""
     if isinstance(value, tuple):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

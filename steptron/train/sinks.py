@@ -80,7 +80,7 @@ class JsonlSink:
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _cut_back(path, resume_step)
+            cut_back(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -196,7 +196,12 @@ def make_sinks(config: PretrainConfig, output: Path, resume_step: int) -> Sinks:
     return Sinks(sinks)
 
 
-def _cut_back(path: Path, resume_step: int) -> None:
+def cut_back(path: Path, resume_step: int) -> None:
+    """Drops lines of later steps from a file of JSON objects that have a ``step``, and a last line that is cut off.
+
+    Raises:
+        UserError: a line before the last is not such an object; the message names file and line.
+    """
     lines = path.read_bytes().split(b"\n")
     kept = []
     for number, line in enumerate(lines, start=1):

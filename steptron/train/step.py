@@ -24,6 +24,7 @@ from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh
 from steptron.parallel.sequence_shard import SequenceShard
 from steptron.parallel.sharded_model import DataParallel, ShardedModel
+from steptron.train.clipping import WeightClipping
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 from steptron_kernels.polar_express.choose import choose
 
@@ -88,10 +89,19 @@ class TrainStep:
         mesh: the process groups.
         device: where parameters live.
         initial: weights to start from; drawn at random when None.
+        before_buffers: called with the model before gradients and optimizer state get memory.
+
+    Attributes:
+        weight_clipping: watches the experts' outputs; None where ``optimizer.weight_clipping`` is off.
     """
 
     def __init__(
-        self, config: PretrainConfig, mesh: Mesh, device: torch.device, initial: Weights | None = None
+        self,
+        config: PretrainConfig,
+        mesh: Mesh,
+        device: torch.device,
+        initial: Weights | None = None,
+        before_buffers: Callable[[ModelChunks], object] | None = None,
     ) -> None:
         self.config = config
         self.mesh = mesh
@@ -117,6 +127,8 @@ class TrainStep:
                     tensor.zero_()  # what fills a vocabulary up is not stored
             initial.load_into(chunks, mesh)
         self._chunks = chunks
+        if before_buffers is not None:
+            before_buffers(chunks)
         self.sharded = ShardedModel(chunks, config.optimizer, mesh)
         self.optimizer = build_optimizer(
             config.optimizer,
@@ -125,6 +137,10 @@ class TrainStep:
             mesh.groups.tp,
             config.train.deterministic,
         )
+        threshold = config.optimizer.weight_clipping.threshold
+        self.weight_clipping: WeightClipping | None = None
+        if threshold is not None:
+            self.weight_clipping = WeightClipping(threshold, chunks, self.sharded, self.optimizer, mesh)
         # With one group the balance loss is constant and has no gradient: it is left out.
         self._ep_groups = config.balance.ep_groups or config.parallel.expert
         self._ep_coefficient = config.balance.ep_loss_coefficient if self._ep_groups > 1 else 0.0
@@ -166,7 +182,9 @@ class TrainStep:
         """
         observed = self.accumulate_gradients(batches, stop_requested)
         owned = self.sharded.owned
-        norm = gradient_norm(owned, self.device)
+        norm, num_non_finite = gradient_norm(owned, self.device, self.optimizer.num_non_finite())
+        if num_non_finite:
+            raise NonFiniteError(self._describe_bad_updates())
         if not (math.isfinite(observed.losses.total) and math.isfinite(norm)):
             raise NonFiniteError(self._describe_non_finite(observed.losses, norm))
         if self.config.optimizer.clip_grad_norm:
@@ -280,6 +298,7 @@ class TrainStep:
         bad = torch.zeros((), device=self.device)
         for _, parameter in self.chunks.named_parameters():
             bad += ~parameter.isfinite().all()
+        bad += self.optimizer.num_non_finite().to(bad)
         dist.all_reduce(bad)
         return not bool(bad)
 
@@ -291,12 +310,25 @@ class TrainStep:
     def _describe_non_finite(self, losses: Losses, norm: float) -> str:
         """Names the parameters with non-finite gradients, gathered from all ranks."""
         bad = [piece.name for piece in self.sharded.owned if not piece.gradient.isfinite().all()]
-        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, bad)
-        names = sorted({name for part in gathered for name in part})
-        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+        shown = _of_all_ranks(bad)
         return (
             f"loss {losses.total} (main {losses.lm}, MTP {list(losses.mtp)}, balance {losses.ep}), "
             f"gradient norm {norm}. Parameters with non-finite gradients: {shown or 'none'}. "
             "Nothing was updated in this step, and the last checkpoint is as it was."
         )
+
+    def _describe_bad_updates(self) -> str:
+        """Names the matrices whose update of the step before was not finite."""
+        return (
+            f"the momentum of {_of_all_ranks(self.optimizer.non_finite())} is NaN or infinite since the step before, "
+            "though gradients are finite. These matrices got no update in that step, others did; the last checkpoint "
+            "is as it was. Lower optimizer.clip_grad_norm"
+        )
+
+
+def _of_all_ranks(names: list[str]) -> str:
+    """Names that any rank has, the first twenty written out."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, names)
+    every = sorted({name for part in gathered for name in part})
+    return ", ".join(every[:20]) + (f" and {len(every) - 20} more" if len(every) > 20 else "")

@@ -35,7 +35,6 @@ def configuration(*overrides: str) -> PretrainConfig:
         ("model.sliding.window=8", "model.sliding.window: 16 before, 8 now"),
         ("model.clamp.position=before_silu", "model.clamp.position: after_silu before, before_silu now"),
         ("model.clamp.routed={7: 1.0}", "model.clamp.routed.8: 1.0 before, None now"),
-        ("optimizer.name=sgd", "optimizer.name: adamw before, sgd now"),
         ("train.precision=bf16", "train.precision: fp32 before, bf16 now"),
     ],
 )
@@ -45,6 +44,57 @@ def test_what_gives_the_state_another_meaning_is_refused_by_name(override: str, 
     ) as error:
         changes(configuration(), configuration(override), MANIFEST, ["a", "b"])
     assert f"  - {line}" in str(error.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    "before, now, line",
+    [
+        (["optimizer.name=adamw"], ["optimizer.name=sgd"], "optimizer.name: adamw before, sgd now"),
+        (["optimizer.name=muon"], ["optimizer.name=adamw"], "optimizer.name: muon before, adamw now"),
+        (["optimizer.name=sgd"], ["optimizer.name=muon"], "optimizer.name: sgd before, muon now"),
+        (
+            ["optimizer.name=muon"],
+            ["optimizer.name=muon", "optimizer.roles={router: {optimizer: muon}}"],
+            "optimizer.roles.router.optimizer: adamw before, muon now",
+        ),
+        (
+            ["optimizer.name=muon", "optimizer.roles={expert_down: {optimizer: adamw}, router: {optimizer: muon}}"],
+            ["optimizer.name=muon", "optimizer.roles={router: {optimizer: muon}}"],
+            "optimizer.roles.expert_down.optimizer: adamw before, muon now",
+        ),
+    ],
+)
+def test_another_algorithm_is_refused_by_name(before: list[str], now: list[str], line: str) -> None:
+    with pytest.raises(UserError, match="under which its state has another meaning") as error:
+        changes(configuration(*before), configuration(*now), MANIFEST, ["a", "b"])
+    assert [text for text in str(error.value).splitlines() if text.startswith("  - ")] == [f"  - {line}"]
+
+
+def test_what_uses_the_state_otherwise_is_noted() -> None:
+    """Muon's rule, the pace of a role and who owns what; a role's default algorithm by name; AdamW for roles that the
+    model does not have."""
+    noted = changes(
+        configuration("optimizer.name=muon"),
+        configuration(
+            "optimizer.name=muon",
+            "optimizer.muon={momentum: 0.9, nesterov: false, steps: 5, precision: bf16, scale: spectral}",
+            "optimizer.roles={router: {optimizer: adamw}, query: {lr_multiplier: 0.5}, shared_up: {optimizer: muon}}",
+            "optimizer.sharding={reduction: all_reduce, overlap_gather: false}",
+        ),
+        MANIFEST,
+        ["a", "b"],
+    )
+    assert noted == [
+        "optimizer.muon.momentum: 0.95 before, 0.9 now",
+        "optimizer.muon.nesterov: True before, False now",
+        "optimizer.muon.precision: fp16 before, bf16 now",
+        "optimizer.muon.scale: match_rms_adamw before, spectral now",
+        "optimizer.muon.steps: 6 before, 5 now",
+        "optimizer.roles.query: None before, {'optimizer': None, 'lr_multiplier': 0.5, 'decay': None} now",
+        "optimizer.roles.router: None before, {'optimizer': 'adamw', 'lr_multiplier': 1.0, 'decay': None} now",
+        "optimizer.roles.shared_up: None before, {'optimizer': 'muon', 'lr_multiplier': 1.0, 'decay': None} now",
+        "optimizer.sharding.reduction: auto before, all_reduce now",
+    ]
 
 
 def test_other_changes_are_noted_and_free_ones_are_not() -> None:

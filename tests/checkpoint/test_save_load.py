@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from steptron.checkpoint import save_load
 from steptron.checkpoint.folder import MANIFEST
@@ -20,29 +24,47 @@ from steptron.errors import UserError
 from steptron.model.parameter_shards import Place
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import TrainStep
-from tests.parallel.layouts import NANO, Part, assemble, make_batches, parts_of
+from tests.parallel.layouts import NANO, Part, make_batches, parts_of
 from tests.worker_pool import WorkerPool
 
 PROGRESS = Progress(step=2, consumed_sequences=16, consumed_tokens=700)
 LAYOUTS = {
     "one process": (1, []),
+    "DP2": (2, []),
+    "DP4": (4, []),
     "EP2": (2, ["parallel.expert=2"]),
+    "EP2xDP2": (4, ["parallel.expert=2"]),
     "PP2": (2, ["parallel.pipeline=2"]),
+    "PP2xDP2": (4, ["parallel.pipeline=2"]),
     "PP2xEP2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
     "PP2xVPP2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
     "TP2": (2, ["parallel.tensor=2"]),
+    "TP2xDP2": (4, ["parallel.tensor=2"]),
     "TP2 attention, EP4 experts": (4, ["parallel.tensor=2", "parallel.expert=4"]),
     "PP2xCP2": (4, ["parallel.pipeline=2", "parallel.context=2"]),
     "an empty stage": (4, ["parallel.pipeline=4", "parallel.pipeline_layout=Et|ttttttt||tmL"]),
 }
+SCATTER, EVERYWHERE = "optimizer.sharding.reduction=reduce_scatter", "optimizer.sharding.reduction=all_reduce"
+ADAMW, MUON, BF16 = "optimizer.name=adamw", "optimizer.name=muon", "train.precision=bf16"
+ROUND_TRIPS = {
+    ("PP2xVPP2",): ["one process", "TP2xDP2", "PP2xCP2"],
+    ("TP2 attention, EP4 experts", EVERYWHERE): ["DP2", "EP2", "an empty stage"],
+    ("one process", MUON): ["DP4", "TP2 attention, EP4 experts"],
+    ("DP4", MUON, SCATTER): ["EP2xDP2", "PP2"],
+    ("EP2xDP2", MUON, SCATTER): ["TP2", "PP2xVPP2", "DP4"],
+    ("PP2xDP2", MUON, EVERYWHERE, BF16): ["EP2xDP2", "an empty stage"],
+    ("TP2xDP2", MUON, EVERYWHERE): ["one process", "PP2xDP2"],
+    ("PP2xEP2", MUON, BF16): ["TP2xDP2"],
+}
+"""Layout and settings under which a checkpoint is written, and the layouts under which it is read."""
 State = dict[str, Part]
 
 
-def configuration(output: Path, overrides: list[str]) -> PretrainConfig:
-    return load_config(NANO, [f"train.output={output}", "data.sequence_length=48", *overrides]).config
+def configuration(output: Path, overrides: Sequence[str]) -> PretrainConfig:
+    return load_config(NANO, [f"train.output={output}", "data.sequence_length=48", ADAMW, *overrides]).config
 
 
-def train_and_save(rank: int, world_size: int, output: Path, overrides: list[str]) -> State:
+def train_and_save(rank: int, world_size: int, output: Path, overrides: Sequence[str]) -> State:
     """Two steps, a checkpoint, and what it should hold on this rank."""
     config = configuration(output, overrides)
     mesh = build_mesh(config.parallel)
@@ -53,65 +75,159 @@ def train_and_save(rank: int, world_size: int, output: Path, overrides: list[str
     return state_of(train)
 
 
-def load_and_report(rank: int, world_size: int, folder: Path, overrides: list[str]) -> tuple[Progress, int, State]:
+def load_and_report(rank: int, world_size: int, folder: Path, overrides: Sequence[str]) -> tuple[Progress, int, State]:
     config = configuration(folder, overrides)
     mesh = build_mesh(config.parallel)
     train = TrainStep(config, mesh, torch.device("cpu"))
-    for part in state_of(train).values():
-        part.tensor.fill_(float("nan"))
+    for _, tensor in train.chunks.logical_tensors():
+        tensor.detach().fill_(math.nan)
+    for states in train.optimizer.state().values():
+        for state in states:
+            state.tensor.fill_(math.nan)
     progress = save_load.load(folder, train.chunks, train.optimizer, mesh)
     return progress, train.optimizer.num_steps, state_of(train)
 
 
 def state_of(train: TrainStep) -> State:
-    """Every logical matrix of this rank's state, aliased."""
-    kinds = {"model": dict(train.chunks.logical_tensors()), **train.optimizer.state()}
+    """Every logical matrix of this rank's state; NaN is what another rank owns."""
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    kinds["model"] = {name: tensor.detach().clone() for name, tensor in train.chunks.logical_tensors()}
+    for kind, states in train.optimizer.state().items():
+        held: dict[str, torch.Tensor] = {}
+        kinds[f"optimizer.{kind}"] = held
+        for state in states:
+            piece = state.owned.piece
+            whole = held.setdefault(piece.shard.parameter.name, torch.full(piece.shard.shape, math.nan))
+            assert whole.view(-1)[piece.start : piece.stop].isnan().all()
+            whole.view(-1)[piece.start : piece.stop] = state.tensor
     return {
-        f"{kind}.{name}": Part(part.axis, part.index, part.tensor.detach())
+        f"{kind}.{name}": part
         for kind, tensors in kinds.items()
         for name, part in parts_of(train.spec, train.mesh.place, tensors).items()
     }
 
 
-@pytest.fixture(
-    scope="module", params=[("fp32", "TP2 attention, EP4 experts"), ("fp32", "PP2xVPP2"), ("bf16", "PP2xEP2")], ids=str
-)
-def saved_checkpoint(
-    request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, dict[str, torch.Tensor]]:
-    """Precision, folder and state of a checkpoint that several processes wrote."""
-    output = tmp_path_factory.mktemp("saved")
-    precision, name = request.param
-    world_size, layout = LAYOUTS[name]
-    parts = pool.run(world_size, train_and_save, output, [*layout, f"train.precision={precision}"])
-    return precision, output / "checkpoints" / "step_00000002", assemble(parts)
+def assembled(ranks: Sequence[State]) -> dict[str, torch.Tensor]:
+    """Whole logical matrices of a state; what several ranks have is equal, and only the embedding, which two stages
+    update, has more than one owner."""
+    found: dict[str, dict[int, Part]] = {}
+    for state in ranks:
+        for name, part in state.items():
+            known = found.setdefault(name, {}).setdefault(part.index, Part(part.axis, part.index, part.tensor.clone()))
+            here = ~part.tensor.isnan()
+            twice = here & ~known.tensor.isnan()
+            assert torch.equal(known.tensor[twice], part.tensor[twice]), name
+            known.tensor[here] = part.tensor[here]
+    wholes = {
+        name: torch.cat([parts[index].tensor for index in sorted(parts)], dim=parts[min(parts)].axis)
+        for name, parts in found.items()
+    }
+    assert [name for name, whole in wholes.items() if whole.isnan().any()] == []
+    return wholes
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-def test_a_checkpoint_loads_bit_equal_under_every_layout(
-    pool: WorkerPool, saved_checkpoint: tuple[str, Path, dict[str, torch.Tensor]], target: str
+def num_owned(ranks: Sequence[State], kind: str) -> int:
+    """Elements that all ranks together own of one kind of state, but for the embedding's."""
+    prefix, embedding = f"optimizer.{kind}.", f"optimizer.{kind}.embedding.weight"
+    return sum(
+        int((~part.tensor.isnan()).sum())
+        for state in ranks
+        for name, part in state.items()
+        if name.startswith(prefix) and name != embedding
+    )
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, by torch's own reader."""
+    reader = dcp.FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", ROUND_TRIPS, ids=" ".join)
+def test_a_checkpoint_loads_bit_equal_under_other_layouts(
+    pool: WorkerPool, tmp_path: Path, case: tuple[str, ...]
 ) -> None:
-    precision, folder, saved = saved_checkpoint
-    world_size, layout = LAYOUTS[target]
-    outcomes = pool.run(world_size, load_and_report, folder, [*layout, f"train.precision={precision}"])
-    assert {(progress, steps) for progress, steps, _ in outcomes} == {(PROGRESS, 2)}
-    loaded = assemble([state for _, _, state in outcomes])
-    assert loaded.keys() == saved.keys()
-    assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == []
-    assert any(name.startswith("master.") for name in saved) == (precision == "bf16")
+    """Written by owners alone, by logical name and whole shape; read by whoever owns it under another layout."""
+    name, *settings = case
+    world_size, layout = LAYOUTS[name]
+    states = pool.run(world_size, train_and_save, tmp_path, [*layout, *settings])
+    saved = assembled(states)
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    written = stored(folder)
+    assert written.keys() == saved.keys()
+    assert [key for key in saved if not torch.equal(saved[key], written[key])] == []
+    kinds = ["exp_avg", "exp_avg_sq", *(["momentum"] if MUON in settings else []), *(["master"] * (BF16 in settings))]
+    assert {key.split(".")[1] for key in saved if key.startswith("optimizer.")} == set(kinds)
+    for kind in kinds:
+        own = {key: tensor for key, tensor in saved.items() if key.startswith(f"optimizer.{kind}.")}
+        assert num_owned(states, kind) == sum(t.numel() for k, t in own.items() if not k.endswith("embedding.weight"))
+        assert all(tensor.count_nonzero() > 0 for tensor in own.values())
+    other = SCATTER if EVERYWHERE in settings else EVERYWHERE
+    kept = [setting for setting in settings if setting not in (SCATTER, EVERYWHERE)]
+    for target in ROUND_TRIPS[case]:
+        world_size, layout = LAYOUTS[target]
+        outcomes = pool.run(world_size, load_and_report, folder, [*layout, *kept, other])
+        assert {(progress, steps) for progress, steps, _ in outcomes} == {(PROGRESS, 2)}
+        loaded = assembled([state for _, _, state in outcomes])
+        assert loaded.keys() == saved.keys()
+        assert [key for key in saved if not torch.equal(saved[key], loaded[key])] == [], target
 
 
 def test_a_vocabulary_that_does_not_divide_is_stored_without_its_padding(pool: WorkerPool, tmp_path: Path) -> None:
-    """513 rows: two ranks hold 257 each, of which the last rank's last is padding."""
-    odd = ["model.vocab_size=513", "model.mtp.depths=2", "loss.mtp_train_depths=2"]
-    for name, (world_size, layout) in {"TP2": LAYOUTS["TP2"], "one process": (1, [])}.items():
-        saved = assemble(pool.run(world_size, train_and_save, tmp_path / name, [*layout, *odd]))
-        assert saved["model.embedding.weight"].shape == saved["exp_avg.mtp.1.head.weight"].shape == (513, 64)
-        folder = tmp_path / name / "checkpoints" / "step_00000002"
-        for target in ("one process", "TP2", "PP2"):
-            world_size, layout = LAYOUTS[target]
-            loaded = assemble([o[2] for o in pool.run(world_size, load_and_report, folder, [*layout, *odd])])
-            assert [key for key in saved if not torch.equal(saved[key], loaded[key])] == []
+    """513 rows: two ranks hold 257 each, the last rank's last is padding; both MTP depths use the embedding."""
+    odd = ["model.vocab_size=513", "model.mtp.depths=2", "loss.mtp_train_depths=2", MUON]
+    world_size, layout = LAYOUTS["TP2xDP2"]
+    saved = assembled(pool.run(world_size, train_and_save, tmp_path, [*layout, *odd]))
+    for key in ("model.embedding.weight", "optimizer.exp_avg.mtp.1.head.weight", "optimizer.exp_avg.head.weight"):
+        assert saved[key].shape == (513, 64)
+    for target in ("one process", "PP2xDP2", "TP2"):
+        world_size, layout = LAYOUTS[target]
+        folder = tmp_path / "checkpoints" / "step_00000002"
+        loaded = assembled([o[2] for o in pool.run(world_size, load_and_report, folder, [*layout, *odd])])
+        assert [key for key in saved if not torch.equal(saved[key], loaded[key])] == [], target
+
+
+def resumed_and_whole(
+    rank: int, world_size: int, output: Path, overrides: Sequence[str]
+) -> tuple[list[tuple[float, float]], State, list[tuple[float, float]], State]:
+    """Losses and norms of steps 3 and 4 and the state after them: of one run, and of one that goes on from a checkpoint
+    after step 2, where it had trained with other weights before."""
+    config = configuration(output, overrides)
+    mesh = build_mesh(config.parallel)
+    batches = [make_batches(seed)[mesh.data_rank :: mesh.data_size] for seed in range(4)]
+
+    def steps(train: TrainStep, numbers: Sequence[int]) -> list[tuple[float, float]]:
+        results = [train.run(batches[number], 1e-2 / (1 + number), 1e-3) for number in numbers]
+        return [(result.observed.losses.total, result.gradient_norm) for result in results]
+
+    whole = TrainStep(config, mesh, torch.device("cpu"))
+    steps(whole, (0, 1))
+    folder = save_load.save(config, PROGRESS, ["hash"], whole.chunks, whole.optimizer, mesh)
+    rest = steps(whole, (2, 3))
+    resumed = TrainStep(config, mesh, torch.device("cpu"))
+    steps(resumed, (3,))
+    save_load.load(folder, resumed.chunks, resumed.optimizer, mesh)
+    return rest, state_of(whole), steps(resumed, (2, 3)), state_of(resumed)
+
+
+@pytest.mark.parametrize(
+    "name, settings", [("one process", [MUON]), ("EP2xDP2", [MUON, SCATTER, BF16]), ("PP2xDP2", [MUON])]
+)
+def test_a_resumed_run_is_bit_identical(pool: WorkerPool, tmp_path: Path, name: str, settings: list[str]) -> None:
+    world_size, layout = LAYOUTS[name]
+    for rest, whole, again, resumed in pool.run(world_size, resumed_and_whole, tmp_path, [*layout, *settings]):
+        assert again == rest
+        assert resumed.keys() == whole.keys()
+        for key, part in whole.items():
+            assert torch.equal(part.tensor.nan_to_num(7.0), resumed[key].tensor.nan_to_num(7.0)), key
 
 
 def restored(rank: int, world_size: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -161,7 +277,12 @@ def test_restore_builds_the_model_in_one_process(pool: WorkerPool, checkpoint: P
             "model.layers.8.attention_norm.weight is not part of the model",
         ),
         (["model.layout=S3F1+heads+gate+sink"], "model.layers.0.attention.sink is missing"),
-        (["train.precision=bf16"], "optimizer.master.embedding.weight is missing"),
+        ([BF16], "optimizer.master.embedding.weight is missing"),
+        ([MUON], "\n  optimizer.momentum.layers.0.attention.query.weight is missing"),
+        (
+            [MUON, "optimizer.roles={query: {optimizer: adamw}}"],
+            ":\n  optimizer.momentum.layers.0.attention.key.weight",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(
@@ -169,6 +290,14 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
 ) -> None:
     (text,) = pool.run(1, failing_load, checkpoint, overrides)
     assert text.startswith(f"checkpoint {checkpoint} does not fit this model:") and message in text
+
+
+def test_what_one_stage_misses_every_rank_reports(pool: WorkerPool, checkpoint: Path) -> None:
+    """The dense layers lie on the first of two stages; the other finds nothing wrong."""
+    overrides = ["parallel.pipeline=2", "model.dense_hidden_size=192"]
+    texts = pool.run(4, failing_load, checkpoint, overrides)
+    assert len(set(texts)) == 1
+    assert "optimizer.exp_avg.layers.0.ffn.gate.weight has shape [160, 64], the model needs [192, 64]" in texts[0]
 
 
 def test_a_checkpoint_of_another_format_is_refused(pool: WorkerPool, checkpoint: Path, tmp_path: Path) -> None:

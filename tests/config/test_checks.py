@@ -34,6 +34,11 @@ def problems(*overrides: str, world_size: int = 1, check_data: bool = False) -> 
 
 
 ALL_DENSE = "model.num_dense_layers=5"
+HIDDEN = (
+    "query, key, value, head_gate, attention_output, ffn_gate, ffn_up, ffn_down, router, expert_gate, expert_up, "
+    "expert_down, shared_gate, shared_up, shared_down, mtp_projection"
+)
+ROLES = f"embedding, head, norm, sink, {HIDDEN}"
 STAGED = "optimizer.schedule={kind: staged, warmup_steps: 2, segments: [{steps: 7, end_lr: 1e-4}]}"
 
 # Overrides, number of processes, the one problem.
@@ -486,6 +491,88 @@ REFUSED = [
         "optimizer.schedule: warmup_steps and segments cover 9 steps, but train.steps is 10: "
         "lengthen the segments or add one",
     ),
+    # --------------------------------------------------------------------------------- optimizer
+    (
+        ["optimizer.roles={querry: {lr_multiplier: 2}}"],
+        1,
+        f"optimizer.roles.querry: no parameter has this role; roles are {ROLES}",
+    ),
+    (
+        ["optimizer.roles={router_bias: {decay: false}}"],  # is updated, but by no optimizer
+        1,
+        f"optimizer.roles.router_bias: no parameter has this role; roles are {ROLES}",
+    ),
+    (
+        ["optimizer.roles={sink: {decay: false}}"],
+        1,
+        "optimizer.roles.sink is set, but the run trains no such parameter: leave it out",
+    ),
+    (
+        ["optimizer.roles={mtp_projection: {decay: false}}", "model.mtp.depths=1", "loss.mtp_train_depths=0"],
+        1,
+        "optimizer.roles.mtp_projection is set, but the run trains no such parameter: leave it out",
+    ),
+    (
+        ["optimizer.roles={router: {optimizer: muon}}", "balance.freeze_router=true"],
+        1,
+        "optimizer.roles.router is set, but balance.freeze_router keeps the router as it is: leave it out",
+    ),
+    (
+        ["optimizer.name=adamw", "optimizer.roles={query: {optimizer: muon}}"],
+        1,
+        "optimizer.roles.query.optimizer is muon, but optimizer.name is adamw, which takes all parameters: "
+        "leave it out, or set the name to muon",
+    ),
+    *(
+        (
+            [f"optimizer.roles={{{role}: {{optimizer: muon}}}}"],
+            1,
+            f"optimizer.roles.{role}.optimizer is muon, which takes matrices of features ({HIDDEN}): leave it out",
+        )
+        for role in ("embedding", "head", "norm")
+    ),
+    (
+        ["optimizer.weight_decay=0", "optimizer.roles={norm: {decay: true}}"],
+        1,
+        "optimizer.roles.norm.decay is true, but optimizer.weight_decay is 0: leave it out, or set that",
+    ),
+    *(
+        (
+            [f"optimizer.name={name}", f"optimizer.muon.{field}={value}"],
+            1,
+            f"optimizer.muon.{field} is set, but optimizer.name is {name}: leave it out",
+        )
+        for name, field, value in (
+            ("adamw", "momentum", 0.9),
+            ("sgd", "precision", "fp32"),
+            ("adamw", "nesterov", "false"),
+            ("adamw", "diagnostics.every_steps", 10),
+        )
+    ),
+    (
+        ["optimizer.muon.diagnostics.sample=4"],
+        1,
+        "optimizer.muon.diagnostics.sample is set, but without optimizer.muon.diagnostics.every_steps nothing is "
+        "recorded: set that too, or leave it out",
+    ),
+    (
+        ["optimizer.muon.batch_elements=255"],
+        1,
+        "optimizer.muon.batch_elements (255) is less than the smallest matrix has "
+        "(layers.4.attention.gate.weight: 256), and a batch is one matrix at least: take 256 or more",
+    ),
+    (
+        ["optimizer.sharding={reduction: all_reduce, max_padding: 0.3}"],
+        1,
+        "optimizer.sharding.max_padding is set, but optimizer.sharding.reduction is all_reduce, which takes any "
+        "padding: leave it out, or set the reduction to auto",
+    ),
+    (
+        ["optimizer.weight_clipping.threshold=100", ALL_DENSE],
+        1,
+        "optimizer.weight_clipping.threshold is set, but the model has no MoE layer (model.num_dense_layers is 5 of "
+        "5): leave it out",
+    ),
     # ----------------------------------------------------------------------------------- machine
     (
         ["train.device=cuda"],
@@ -585,6 +672,13 @@ def test_all_problems_are_listed_at_once() -> None:
         ([STAGED, "train.steps=5"], 1),  # stops early
         (["optimizer.schedule={kind: constant, warmup_steps: 9}"], 1),
         (["optimizer.schedule.min_lr=1e-3"], 1),
+        (["optimizer.roles={router: {optimizer: muon, lr_multiplier: 0}, query: {optimizer: adamw, decay: false}}"], 1),
+        (["optimizer.name=sgd", "optimizer.roles={embedding: {lr_multiplier: 2}}"], 1),
+        (["optimizer.roles={sink: {decay: true}}", "model.layout=S3F1+sink"], 1),
+        (["optimizer.muon={batch_elements: 256, diagnostics: {every_steps: 5, sample: 3}}"], 1),
+        (["optimizer.muon.batch_elements=2048", "model.layout=FFFF"], 1),
+        (["optimizer.sharding={reduction: auto, max_padding: 0.3}"], 1),
+        (["optimizer.weight_clipping.threshold=100"], 1),
         (["train.batch_ramp={start: 2, increment: 2, sequences: 8}"], 1),
         (["train.output=runs/new/deep"], 1),
     ],

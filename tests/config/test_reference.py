@@ -49,7 +49,7 @@ def test_every_field_is_listed_with_its_description_and_default() -> None:
         ("model.clamp.routed", "mapping of int to float > 0", "{}"),
         ("model.norm_eps", "float >= 1e-30", "1.0e-05"),
         ("model.init", "section", ""),
-        ("optimizer.name", "adamw | sgd", "adamw"),
+        ("optimizer.name", "muon | adamw | sgd", "muon"),
         ("optimizer.beta1", "float >= 0 and < 1", "0.9"),
         ("data.train", "list of sections, at least 1 item", REQUIRED),
         ("data.train.N.path", "path", REQUIRED),
@@ -90,9 +90,18 @@ def test_an_unknown_prefix_is_refused() -> None:
 
 
 def test_on_a_terminal_there_is_a_table_that_needs_no_colour() -> None:
-    terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "200"}
+    terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "400"}
     done = runner.invoke(app, ["config", "fields", "optimizer"], env=terminal)
     assert done.exit_code == 0, done.output
     rows = [tuple(cell.strip() for cell in line.split("│")[1:-1]) for line in done.stdout.splitlines() if "│" in line]
     expected = [field for field in FIELDS.values() if is_below(field.name, "optimizer")]
     assert rows == [(field.name, field.values, field.default, field.description) for field in expected]
+
+
+def test_roles_are_listed_with_what_muon_takes_and_can_take() -> None:
+    done = runner.invoke(app, ["config", "roles"])
+    assert done.exit_code == 0, done.output
+    rows = {role: rest for role, *rest in (line.split("\t") for line in done.stdout.splitlines())}
+    assert len(rows) == 20 and "router_bias" not in rows
+    assert rows["query"] == rows["expert_up"] == ["muon", "yes"] and rows["router"] == ["adamw", "yes"]
+    assert rows["embedding"] == rows["norm"] == rows["sink"] == ["adamw", "no"]

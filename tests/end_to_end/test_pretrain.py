@@ -135,7 +135,7 @@ def _wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str]) ->
 def test_a_run_starts_from_the_weights_of_another(data: Path, tmp_path: Path) -> None:
     """Its first step sees the loss that the other ended with; the optimizer starts anew, the source is not touched."""
     first, second = tmp_path / "first", tmp_path / "second"
-    steptron(*pretrain_arguments(data, first, 3))
+    steptron(*pretrain_arguments(data, first, 3, "optimizer.lr=1e-2"))
     started = steptron(
         *pretrain_arguments(data, second, 4, f"train.initial_weights={first}", "train.precision=bf16"),
         *("model.sliding.window=17", "--nproc", "2"),

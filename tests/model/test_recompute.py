@@ -37,7 +37,7 @@ from steptron.train.step import TrainStep
 from steptron_kernels.select import PLAIN, Kernels, native
 from tests.live_memory import LiveMemory
 from tests.model.helpers import fill, gradients, random_batch, relative_error, single_process, small_config
-from tests.parallel.layouts import NANO, make_batches
+from tests.parallel.layouts import NANO, make_batches, reduced_gradients
 from tests.worker_pool import WorkerPool
 
 PARTS: list[RecomputePart] = ["attention", "ffn", "norm", "activation", "moe_permutation"]
@@ -377,7 +377,7 @@ def train(rank: int, world_size: int, overrides: list[str]) -> tuple[list[Tensor
     losses = observed.losses
     assert calls % (len(batches) * len(routers)) == 0
     return (
-        [observed.tokens_per_expert_LE, *(p.tensor.main_grad.clone() for p in step.trained_parameters())],  # type: ignore[attr-defined]
+        [observed.tokens_per_expert_LE, *reduced_gradients(step).values()],
         [losses.lm, *losses.mtp, losses.ep or 0.0, losses.total],
         calls // (len(batches) * len(routers)),
     )

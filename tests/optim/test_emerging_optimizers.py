@@ -9,10 +9,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+
 from steptron_kernels.polar_express import plain
 from steptron_kernels.polar_express.choose import choose
 from steptron_kernels.polar_express.coefficients import polar_express_rows
-
 from tests.optim import polar_reference as reference
 
 pytestmark = pytest.mark.py312

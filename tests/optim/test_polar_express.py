@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.optim import _muon
+
 from steptron_kernels.polar_express import plain
 from steptron_kernels.polar_express.choose import PolarExpress, choose
 from steptron_kernels.polar_express.coefficients import polar_express_rows
-from torch.optim import _muon
-
 from tests.optim import polar_reference as reference
 from tests.optim.polar_reference import Array, Row
 

@@ -6,23 +6,25 @@ import pytest
 import torch
 
 from steptron.config.schema import OptimizerConfig
-from steptron.model.layer_spec import ModelSpec, model_spec
-from steptron.optim.base import NamedParameter
+from steptron.model.layer_spec import ModelSpec, ParameterRole, model_spec
 from steptron.optim.build import build_optimizer
+from steptron_kernels.polar_express.plain import polar_express
 from tests.model.helpers import small_config
+from tests.optim.pieces import own
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_optimizers(name: str, dtype: torch.dtype) -> None:
     spec: ModelSpec = model_spec(small_config())
-    tensors = [
-        NamedParameter(parameter, torch.nn.Parameter(torch.ones(parameter.shape, dtype=dtype)))
-        for parameter in spec.parameters()
-    ]
-    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.1), tensors)
-    for parameter in tensors:
-        parameter.tensor.main_grad = torch.ones(parameter.spec.shape)  # type: ignore[attr-defined]
-    versions = [parameter.tensor._version for parameter in tensors]
+    specs = [parameter for parameter in spec.parameters() if parameter.role is not ParameterRole.ROUTER_BIAS]
+    parameters = {p.name: torch.nn.Parameter(torch.ones(p.shape, dtype=dtype)) for p in specs}
+    config = OptimizerConfig(name=name, lr=0.1)
+    owned = own(specs, parameters, config)
+    optimizer = build_optimizer(config, owned, polar_express)
+    for piece in owned:
+        piece.gradient.fill_(1.0)
+    versions = {name: parameter._version for name, parameter in parameters.items()}
     optimizer.step(0.1)
-    assert all(p.tensor._version > version for p, version in zip(tensors, versions, strict=True))
+    assert [name for name, parameter in parameters.items() if parameter._version <= versions[name]] == []
+    assert [name for name, parameter in parameters.items() if not (parameter < 1.0).any()] == []

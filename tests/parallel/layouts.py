@@ -102,13 +102,14 @@ def run(
     steps: int,
     batches: list[MicroBatch] | None = None,
     bucket_elements: int = buckets.BUCKET_ELEMENTS,
+    lr: float = LEARNING_RATE,
 ) -> Outcome:
     """Gradients at the initial parameters, and the parameters after some optimizer steps."""
     with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements):
-        return _run(world_size, overrides, steps, batches)
+        return _run(world_size, overrides, steps, batches, lr)
 
 
-def _run(world_size: int, overrides: Sequence[str], steps: int, batches: list[MicroBatch] | None) -> Outcome:
+def _run(world_size: int, overrides: Sequence[str], steps: int, batches: list[MicroBatch] | None, lr: float) -> Outcome:
     config = load(NANO, [*overrides, "data.sequence_length=48"]).config
     check(config, world_size)
     mesh = build_mesh(config.parallel)
@@ -120,7 +121,7 @@ def _run(world_size: int, overrides: Sequence[str], steps: int, batches: list[Mi
     confidence = [observed.confidence or 0.0]
     gradients = reduced_gradients(train)
     for _ in range(steps):
-        result = train.run(own, LEARNING_RATE, bias_rate=1e-3)
+        result = train.run(own, lr, bias_rate=1e-3)
         all_losses.append(result.observed.losses)
         all_tokens.append(result.observed.tokens_per_expert_LE)
         confidence.append(result.observed.confidence or 0.0)
@@ -147,8 +148,8 @@ def reduced_gradients(train: TrainStep) -> dict[str, torch.Tensor]:
             group = train.mesh.replicas(plan.replicas)
             for span in plan.layout.spans:
                 group.all_gather(buffer.data[span.start : span.stop]).wait()
-        for shard in plan.shards:
-            gradients[shard.parameter.name] = parameters[shard.parameter.name].main_grad.clone()  # type: ignore[attr-defined]
+        for name in (held.parameter.name for held in plan.shards):
+            gradients[name] = parameters[name].main_grad.clone()  # type: ignore[attr-defined]
     return gradients
 
 
@@ -185,7 +186,8 @@ def _watch_gaps(train: TrainStep) -> list[float]:
     def look(router: Router, inputs: Any, routing: Any) -> None:
         ranked = (routing.scores_TE.detach() + router.bias).sort(dim=1, descending=True).values
         k = router.spec.top_k
-        gaps.append(float((ranked[:, k - 1] - ranked[:, k]).min()))
+        if k < router.spec.num_experts:
+            gaps.append(float((ranked[:, k - 1] - ranked[:, k]).min()))
 
     for router in train.chunks.routers().values():
         router.register_forward_hook(look)

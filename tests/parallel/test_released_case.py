@@ -17,7 +17,7 @@ from steptron.model.sequence import shift_left
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import Losses, TrainStep
 from tests.model.helpers import relative_error
-from tests.parallel.layouts import Part, assemble, parts_of
+from tests.parallel.layouts import Part, assemble, parts_of, reduced_gradients
 from tests.worker_pool import WorkerPool
 
 CASE = Path(__file__).resolve().parents[1] / "data" / "step3p5" / "tiny"
@@ -66,8 +66,7 @@ def losses_and_gradients(rank: int, world_size: int, overrides: list[str]) -> tu
     mesh = build_mesh(config.parallel)
     train = TrainStep(config, mesh, torch.device("cpu"), ReleasedWeights(CASE))
     observed = train.accumulate_gradients(rows()[mesh.data_rank :: mesh.data_size])
-    gradients = {p.spec.name: p.tensor.main_grad.clone() for p in train.trained_parameters()}
-    return observed.losses, parts_of(train.spec, mesh.place, gradients)
+    return observed.losses, parts_of(train.spec, mesh.place, reduced_gradients(train))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -11,14 +11,19 @@ from steptron.config.loader import load
 from steptron.config.schema import PretrainConfig, RecomputePart
 from steptron.model.layer_spec import LayerSpec, model_spec
 from steptron.planning.activations import Workload, chunk_memory, layer_operations
-from steptron.planning.memory import Assumptions, assume, rank_memory
+from steptron.planning.memory import Assumptions, assume, optimizer_state, rank_memory
+from steptron.planning.ownership import owned_in_stage, rank_buffers, trained_parts
 from steptron.planning.placement import placement
+from steptron.planning.plan import plan_layout
 from tests.planning.layouts import CONFIGS, WORLD_SIZE, report
 from tests.planning.models import small
 from tests.worker_pool import WorkerPool
 
 SIZES = ("data.sequence_length=128", "train.micro_batch_size=2", "train.global_batch_size=4")
 PLAIN = "train.kernels=plain"
+MUON = "optimizer.name=muon"
+FEW = ("data.sequence_length=16", "train.micro_batch_size=1")
+"""So few tokens that the update takes most."""
 PP2 = ("parallel.pipeline=2", "train.global_batch_size=8")
 GPU = Assumptions("cuda", native=False, products_in_bf16=False, several_documents=True)
 
@@ -37,6 +42,10 @@ GPU = Assumptions("cuda", native=False, products_in_bf16=False, several_document
         (2, (*PP2, ALL_PARTS)),
         (2, ("parallel.tensor=2",)),
         (2, ("parallel.context=2", "parallel.expert=2")),
+        (1, (MUON, *FEW)),
+        (1, (MUON, *FEW, PLAIN)),
+        (1, (MUON, *FEW, PLAIN, "optimizer.muon.precision=fp32", "train.deterministic=true")),
+        (2, (MUON, *FEW, "parallel.tensor=2")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -103,23 +112,87 @@ def test_a_recomputed_layer_keeps_its_two_inputs() -> None:
 
 
 def test_fixed_memory_of_a_rank_of_4096() -> None:
-    """AdamW in bf16: 2 bytes, 4 of gradient, 4 + 4 of moments and 4 of fp32 weight for each trained parameter."""
+    """bf16: 2 bytes and 4 of gradient for each trained parameter; of what a rank owns 4 of fp32 weight, and 4 of
+    momentum or 4 + 4 of moments. Experts divide unevenly: 648 matrices over 64 ranks take 56 places more."""
     config = report()
     place = placement(config, WORLD_SIZE)
-    memory = rank_memory(config, place, 0, GPU)
-    sizes = {part.name: part.shard.size for part in place.held(0)}
+    memory = rank_memory(config, place, 512, GPU)
+    sizes = {part.name: part.shard.size for part in place.held(512)}
     biases = sum(size for name, size in sizes.items() if name.endswith(".router.bias"))
     weights = sum(sizes.values()) - biases
-    assert memory.parameters == 2 * weights + 4 * biases
-    assert memory.gradients == 4 * weights
-    assert memory.optimizer == 12 * weights
+    padding = 56 * 1280 * 4096
+    assert memory.parameters == 2 * (weights + padding) + 4 * biases
+    assert memory.gradients == 4 * (weights + padding)
     assert memory.packed_weights == 0
     assert memory.batch == 32 * 4096 * 33  # micro-batches x tokens x (four int64 and a bool)
+    # 11 experts' matrices, and of 1 dense matrix or none; a 512th of what AdamW takes.
+    experts, others = (
+        11 * 1280 * 4096,
+        sum(size for name, size in sizes.items() if "norm" in name or "router.w" in name),
+    )
+    dense = memory.optimizer - 8 * experts - 12 * others // 512
+    assert dense in {8 * rows * 4096 for rows in (0, 1024, 8192, 12288)}
     last = rank_memory(config, place, WORLD_SIZE - 1, GPU)
     idle = 2 * sum(parameter.size for parameter in place.spec.mtp[1].parameters())
     held = place.held(WORLD_SIZE - 1)
     last_biases = sum(part.shard.size for part in held if part.name.endswith(".router.bias"))
     assert last.gradients == 2 * (last.parameters - 2 * idle - 4 * last_biases)
+
+
+def test_optimizer_state_is_shared_out() -> None:
+    """Over all ranks of a stage: what each parameter takes, once for every rank that holds another part of it."""
+    for name, moments in (("muon", None), ("adamw", 2), ("sgd", 0)):
+        config = report(f"optimizer.name={name}")
+        place = placement(config, WORLD_SIZE)
+        buffers = rank_buffers(config, place, 512)
+        states = [optimizer_state(owned, config) for _, owned in owned_in_stage(config, place, 512, buffers)]
+        assert len(states) == 512
+        trained = trained_parts(config, place, 512)
+        expected = 0
+        for part in trained:
+            own = (
+                moments
+                if moments is not None
+                else 1
+                if len(part.shard.shape) > 1 and ".router." not in part.name
+                else 2
+            )
+            holders = 8 if part.shard.parameter.is_expert else 1
+            expected += 4 * (own + 1) * part.shard.size * holders
+        assert sum(states) == expected
+
+
+def test_the_fullest_rank_of_a_stage_is_shown() -> None:
+    """Owners of more and larger matrices need more; the plan is for the one that needs most."""
+    config = report()
+    place = placement(config, WORLD_SIZE)
+    layout = plan_layout(config, WORLD_SIZE, GPU)
+    shown = layout.ranks[1]
+    others = {rank: rank_memory(config, place, rank, GPU).peak for rank in (512, 513, 600, 700, 900, 1023)}
+    assert (
+        shown.memory.peak
+        == rank_memory(config, place, shown.rank, GPU).peak
+        == max(shown.memory.peak, *others.values())
+    )
+    assert len(set(others.values())) > 1
+
+
+def test_what_a_batch_of_updates_takes() -> None:
+    """Of 10 matrices of 1,280 x 4,096 at once, on a GPU: input, scaled and its squares in fp64."""
+    config = report("optimizer.muon.batch_elements=52_428_800")
+    place = placement(config, WORLD_SIZE)
+    memory = rank_memory(config, place, 1024, GPU)
+    assert memory.update == 10 * 1280 * 4096 * (4 + 4 + 8)
+    native = rank_memory(
+        edited(config, train={"precision": "fp32", "kernels": "native"}),
+        place,
+        1024,
+        Assumptions("cpu", native=True, products_in_bf16=False, several_documents=True),
+    )
+    assert native.update == 10 * 1280 * 4096 * 4 * 3  # input, result, result without what is not finite
+    small = dataclasses.replace(memory, activations={}, transient=0)
+    assert small.peak == small.fixed + small.update
+    assert memory.peak == memory.fixed + sum(memory.activations.values()) + memory.transient
 
 
 def test_memory_follows_the_assumptions() -> None:

@@ -8,11 +8,12 @@ from megatron.core import parallel_state
 
 from steptron.config.loader import load
 from steptron.config.schema import PretrainConfig
+from steptron.planning.ownership import owned_in_stage, owned_pieces, rank_buffers
 from steptron.planning.placement import placement
 from steptron.planning.rank import BuiltRank, build_rank
 from tests.planning.layouts import CONFIGS, FLASH, RANKS, WORLD_SIZE, long_context, report
 
-_BUCKET = 1 << 24
+MUON = "optimizer.name=muon"
 
 
 @pytest.fixture(autouse=True)
@@ -39,32 +40,51 @@ def test_tensor_and_context_parallel_ranks(rank: int) -> None:
     config = load(CONFIGS / "pretrain" / "nano.yaml", [f"parallel.{size}" for size in sizes]).config
     built = check_against_placement(config, 16, rank)
     experts, cut, whole = 2, 4, 8  # expert-data, context x data, tensor x context x data ranks
-    assert {len(buffer.ranks) for chunk in built.chunks for buffer in chunk.buffers} == {experts, cut, whole}
+    assert {len(buffer.ranks) for buffer in built.buffers} == {experts, cut, whole}
 
 
 def test_reductions_in_two_steps() -> None:
     """Nodes of 8: rank 511 adds up with the ranks of its node, then with the last ranks of the stage's nodes. Experts,
     of which each rank of a node holds others, are added up between nodes alone."""
-    config = load(FLASH, ["parallel.node_size=8"]).config
-    built = build_rank(config, WORLD_SIZE, 511)
-    first, shared, experts = (buffer for chunk in built.chunks for buffer in chunk.buffers)
-    for buffer in (first, shared):
-        assert buffer.ranks == tuple(range(512))
-        assert buffer.within_node == tuple(range(504, 512))
-        assert buffer.between_nodes == tuple(range(7, 512, 8))
-        assert buffer.padding == 0
-    assert experts.ranks == tuple(range(7, 512, 8))
-    assert experts.within_node == experts.between_nodes == ()
+    config = load(FLASH, ["parallel.node_size=8", MUON]).config
+    built = check_against_placement(config, WORLD_SIZE, 511)
+    assert {buffer.plan.replicas for buffer in built.buffers} == {"dp_cp", "expt_dp"}
+    for buffer in built.buffers:
+        if buffer.plan.replicas == "expt_dp":
+            assert buffer.ranks == tuple(range(7, 512, 8))
+            assert buffer.within_node == buffer.between_nodes == ()
+        else:
+            assert buffer.ranks == tuple(range(512))
+            assert buffer.within_node == tuple(range(504, 512))
+            assert buffer.between_nodes == tuple(range(7, 512, 8))
+        assert buffer.filling == 0
 
 
-def test_buckets_that_do_not_divide_by_the_node_are_filled_up() -> None:
-    nodes = ["parallel.node_size=3", "model.vocab_size=511", "train.global_batch_size=24"]
-    config = load(CONFIGS / "pretrain" / "nano.yaml", [*nodes, "parallel.expert=1"]).config
-    (chunk,) = build_rank(config, 6, 4).chunks
-    for buffer in chunk.buffers:
-        assert buffer.within_node == (3, 4, 5) and buffer.between_nodes == (1, 4)
-        assert buffer.buckets == 1 and buffer.padding == -buffer.elements % 3
-    assert any(buffer.padding for buffer in chunk.buffers)
+def test_sums_that_do_not_divide_by_the_node_are_filled_up() -> None:
+    """Those that are added up to all ranks; cells divide by themselves."""
+    nodes = ["parallel.node_size=5", "train.global_batch_size=20", "optimizer.sharding.reduction=all_reduce", MUON]
+    built = build_rank(load(CONFIGS / "pretrain" / "nano.yaml", nodes).config, 10, 7)
+    for buffer in built.buffers:
+        assert buffer.within_node == (5, 6, 7, 8, 9) and buffer.between_nodes == (2, 7)
+        assert buffer.filling == sum(-span % 5 for span in buffer.spans)
+    assert {bool(buffer.filling) for buffer in built.buffers} == {True, False}
+
+
+@pytest.mark.parametrize("nodes", [[], ["parallel.node_size=2"]])
+def test_owners_are_as_built(nodes: list[str]) -> None:
+    """Every rank of a stage owns what the plan says, and together they own each element once for each of the ranks
+    that hold other experts."""
+    overrides = ["parallel.expert=2", "train.global_batch_size=24", MUON, *nodes]
+    config = load(CONFIGS / "pretrain" / "nano.yaml", overrides).config
+    place = placement(config, 6)
+    own_names = []
+    for rank, owned in owned_in_stage(config, place, 0, rank_buffers(config, place, 0)):
+        built = check_against_placement(config, 6, rank)
+        assert sum(piece.stop - piece.start for piece in owned) == sum(buffer.owned for buffer in built.buffers)
+        own_names += [
+            (piece.name, piece.start) for piece in owned_pieces(config, place, rank, rank_buffers(config, place, rank))
+        ]
+    assert len(own_names) == len(set(own_names))
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
@@ -104,21 +124,17 @@ def check_against_placement(config: PretrainConfig, world_size: int, rank: int) 
         assert chunk.stage == place.stages[chunk.index]
         assert chunk.shapes == {name: part.shard.shape for name, part in placed.items()}
         assert chunk.embedding_is_copy == any(part.is_copy for part in placed.values())
-        trained = [name for name in chunk.shapes if name not in chunk.frozen]
-        assert sorted(name for buffer in chunk.buffers for name in buffer.parameters) == sorted(trained)
-        for buffer in chunk.buffers:
-            # The ranks over which a gradient is added up are the owners of its parameter: all of them, no others.
-            assert {place.owners(placed[name], rank) for name in buffer.parameters} == {buffer.ranks}
-            assert buffer.elements == sum(placed[name].shard.size for name in buffer.parameters)
-            assert buffer.buckets == count_buckets([placed[name].shard.size for name in buffer.parameters])
+    trained = sorted(name for chunk in built.chunks for name in chunk.shapes if name not in chunk.frozen)
+    assert sorted(name for buffer in built.buffers for name in buffer.parameters) == trained
+    # The buffers of the planner are those of training, layouts, owners and all.
+    assert [buffer.plan for buffer in built.buffers] == rank_buffers(config, place, rank)
+    parts = {part.name: part for part in held}
+    owned = owned_pieces(config, place, rank, [buffer.plan for buffer in built.buffers])
+    for buffer in built.buffers:
+        # The ranks over which a gradient is added up are the holders of its parameter: all of them, no others.
+        assert {place.owners(parts[name], rank) for name in buffer.parameters} == {buffer.ranks}
+        size = sum(parts[name].shard.size for name in buffer.parameters)
+        assert buffer.elements == size + buffer.plan.layout.padding == sum(buffer.spans)
+        own = set(buffer.plan.pieces)
+        assert buffer.owned == sum(piece.stop - piece.start for piece in owned if piece in own)
     return built
-
-
-def count_buckets(sizes: list[int]) -> int:
-    """Buckets end with the parameter that fills them, from the last parameter on."""
-    buckets, filled = 0, 0
-    for size in reversed(sizes):
-        filled += size
-        if filled >= _BUCKET:
-            buckets, filled = buckets + 1, 0
-    return buckets + (filled > 0)

@@ -48,6 +48,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Category.COMMUNICATION),
         ("Optimizer.step#AdamW.step", Category.OPTIMIZER),
         ("aten::_fused_adamw_", Category.OPTIMIZER),
+        ("steptron_kernels::polar_express", Category.OPTIMIZER),
         ("some_library::operation", Category.OTHER),
         ("MulBackward0", None),
         ("autograd::engine::evaluate_function: _ChunkedAttentionBackward", None),

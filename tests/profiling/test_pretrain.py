@@ -58,7 +58,7 @@ def check(folder: Path) -> str:
     assert kinds["other operators"] < 1, page
     with gzip.open(folder / "trace.json.gz") as stream:
         names = [event.get("name") for event in json.load(stream)["traceEvents"]]
-    for phase in ("data", "forward", "gradient reduction", "optimizer"):
+    for phase in ("data", "forward", "gradient reduction", "optimizer", "parameter gather"):
         assert names.count(f"steptron::{phase}") == names.count("steptron::step") > 0, phase
     memory = json.loads((folder / "memory.json").read_text())
     assert memory["peak_bytes"] > memory["alive_before_bytes"] > 0 and memory["peak_phase"] in ("forward", "backward")
@@ -103,8 +103,8 @@ def test_a_run_profiles_is_stopped_in_a_window_and_goes_on(data: Path, tmp_path:
     page = check(output / "profile" / "steps-2-3" / "rank0")
     assert page in text and "2 steps in" in page and "times the" in page and page.count("\n") < 66
     assert "warning" not in text
-    # nano: parameters, gradients and two moments in float32.
-    assert bytes_before(output / "profile" / "steps-2-3" / "rank0") > 746_232 * 16
+    # nano: parameters, gradients and momentum, or two moments, in float32.
+    assert bytes_before(output / "profile" / "steps-2-3" / "rank0") > 746_232 * 12
     (checkpoint,) = list_checkpoints(output)
     step = json.loads((checkpoint / "steptron.json").read_text())["progress"]["step"]
     assert f"\n{step - 4} step" in check(output / "profile" / "steps-5-90000" / "rank0")

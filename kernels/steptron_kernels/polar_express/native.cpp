@@ -1,13 +1,14 @@
 // Polar Express: A = X X^T, B = bA + cA A, X <- aX + B X, a few steps of it on every matrix of a batch.
 //
 // A and A A are symmetric: their blocks on and above the diagonal are computed, the others mirrored, which saves a
-// third of all products for wide matrices. Scaling, rounding and the search for the largest entry happen while a block
+// quarter of all products, and a third of those of square matrices. Scaling, rounding and the search for the largest entry happen while a block
 // of results is in the cache. X changes in place, a panel of its columns at a time.
 //
 // Every entry is a sum in an order of its own, whoever computes it: how the work is shared among threads changes no
 // result. Small matrices are taken whole, one a thread, so that they stay in its cache; large ones are cut.
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -86,13 +87,31 @@ inline void pack_plain(int64_t rows, int64_t columns, const bf16* x, int64_t ld,
       for (int64_t j = 0; j < columns; ++j) out[j] = first[j];
     } else {
       const uint16_t* second = first + ld;
+#pragma omp simd
       for (int64_t j = 0; j < columns; ++j) out[j] = first[j] | static_cast<uint32_t>(second[j]) << 16;
     }
   }
 }
 
+// A block of whole pairs of rows, transposed; both have rows of ld elements.
+inline void mirror(int64_t rows, int64_t columns, const float* block, float* out, int64_t ld, float*) {
+  transpose(rows, columns, block, ld, out, ld);
+}
+inline void mirror(int64_t rows, int64_t columns, const bf16* block, bf16* out, int64_t ld, bf16* scratch) {
+  pack_plain(rows, columns, block, ld, scratch);
+  transpose(rows / 2, columns, reinterpret_cast<const uint32_t*>(scratch), kPanel, reinterpret_cast<uint32_t*>(out),
+            ld / 2);
+}
+
 // Magnitudes compare like the integers that they are stored as, and NaN is larger than infinity.
 inline uint32_t magnitude(float x) { return float_to_bits(x) & 0x7fffffffu; }
+
+// Of the entries that a unit of work makes, by column of its blocks.
+struct Largest {
+  uint32_t columns[kPanel] = {};
+
+  uint32_t of_all() const { return *std::max_element(columns, columns + kPanel); }
+};
 
 template <typename Body>
 uint32_t largest_of(int64_t units, const Body& body) {
@@ -148,7 +167,7 @@ struct Workspace {
   T* panel(int64_t depth) { return sized(panel_, depth * kPanel); }
 
   float sums[kBlocks * kRows * kPanel];
-  float mirrored[kRows * kPanel];
+  float block[kRows * kPanel];
 
  private:
   std::vector<T> panel_;
@@ -157,6 +176,8 @@ struct Workspace {
 template <typename Format>
 class Iteration {
   using T = typename Format::Element;
+  // Elements side by side in a panel that belong to one column.
+  static constexpr int64_t kInterleaved = std::is_same_v<T, bf16> ? 2 : 1;
 
  public:
   // Elements of memory that matrices [l, k] need.
@@ -223,9 +244,9 @@ class Iteration {
     const float scale = divisor > 0x1p100 ? 0x1p-100f : 1.0f;
     const float scaled = static_cast<float>(divisor * scale);
     return largest_of(ceil_div(x_.rows, kRows), [&](int64_t unit) {
-      float* block = Workspace<T>::of_thread().mirrored;
+      float* block = Workspace<T>::of_thread().block;
       const int64_t i0 = unit * kRows, rows = std::min(kRows, x_.rows - i0);
-      uint32_t largest = 0;
+      Largest largest;
       for (int64_t j0 = 0; j0 < x_.columns; j0 += kPanel) {
         const int64_t columns = std::min(kPanel, x_.columns - j0);
         const float* from = source.data + (source.transposed ? j0 * source.ld + i0 : i0 * source.ld + j0);
@@ -233,20 +254,21 @@ class Iteration {
         for (int64_t i = 0; i < rows; ++i) {
           const float* row = source.transposed ? block + i * kPanel : from + i * source.ld;
           T* out = x_.at(i0 + i, j0);
+#pragma omp simd
           for (int64_t j = 0; j < columns; ++j) {
             const float rounded = Format::round(row[j] * scale / scaled);
-            largest = std::max(largest, magnitude(rounded));
+            largest.columns[j] = std::max(largest.columns[j], magnitude(rounded));
             set(out, j, rounded);
           }
         }
       }
-      return largest;
+      return largest.of_all();
     });
   }
 
   void store(View<float> result) const {
     parallel_each(ceil_div(x_.rows, kRows), [&](int64_t unit) {
-      float* block = Workspace<T>::of_thread().mirrored;
+      float* block = Workspace<T>::of_thread().block;
       const int64_t i0 = unit * kRows, rows = std::min(kRows, x_.rows - i0);
       for (int64_t j0 = 0; j0 < x_.columns; j0 += kPanel) {
         const int64_t columns = std::min(kPanel, x_.columns - j0);
@@ -268,29 +290,30 @@ class Iteration {
       auto& space = Workspace<T>::of_thread();
       const Piece& piece = pieces_[unit];
       const int64_t j0 = piece.column * edge_, columns = std::min(edge_, z.rows - j0);
-      T* panel = space.panel(std::min(kDepth, z.depth));
+      T* panel = space.panel(std::max(kRows, std::min(kDepth, z.depth)));
+      const auto sums_of = [&](int64_t block) { return space.sums + (block - piece.first) * kRows * kPanel; };
       for (int64_t k0 = 0; k0 < z.depth; k0 += kDepth) {
         const int64_t depth = std::min(kDepth, z.depth - k0);
         pack_transposed(columns, depth, z.at(j0, k0), z.ld, panel);
         for (int64_t block = piece.first; block < piece.last; ++block) {
-          const int64_t i0 = block * edge_, rows = std::min(edge_, z.rows - i0);
-          float* sums = space.sums + (block - piece.first) * kRows * kPanel;
-          tile(rows, columns, depth, z.at(i0, k0), z.ld, panel, kPanel, sums, kPanel, k0 > 0);
+          const T* left = z.at(block * edge_, k0);
+          if (block == piece.column)
+            multiply_diagonal(columns, depth, left, z.ld, panel, sums_of(block), k0 > 0);
+          else
+            tile(edge_, columns, depth, left, z.ld, panel, kPanel, sums_of(block), kPanel, k0 > 0);
         }
       }
       release<T>();
-      uint32_t largest = 0;
+      Largest largest;
       for (int64_t block = piece.first; block < piece.last; ++block) {
-        const int64_t i0 = block * edge_, rows = std::min(edge_, z.rows - i0);
-        float* sums = space.sums + (block - piece.first) * kRows * kPanel;
-        for (int64_t i = 0; i < rows; ++i)
-          largest = std::max(largest, finish(columns, term, gram_.at(i0 + i, j0), sums + i * kPanel, y.at(i0 + i, j0)));
-        if (block == piece.column) continue;
-        transpose(rows, columns, sums, kPanel, space.mirrored, kPanel);
-        for (int64_t j = 0; j < columns; ++j)
-          for (int64_t i = 0; i < rows; ++i) set(y.at(j0 + j, i0), i, space.mirrored[j * kPanel + i]);
+        const bool on_diagonal = block == piece.column;
+        const int64_t i0 = block * edge_, rows = on_diagonal ? columns : edge_;
+        if (on_diagonal) mirror_diagonal(columns, sums_of(block));
+        for (int64_t i = i0; i < i0 + rows; ++i)
+          finish(columns, term, gram_.at(i, j0), sums_of(block) + (i - i0) * kPanel, y.at(i, j0), largest);
+        if (!on_diagonal) mirror(rows, columns, y.at(i0, j0), y.at(j0, i0), y.ld, panel);
       }
-      return largest;
+      return largest.of_all();
     });
   }
 
@@ -302,32 +325,43 @@ class Iteration {
       const int64_t j0 = unit * kPanel, columns = std::min(kPanel, x_.columns - j0);
       T* panel = space.panel(b_.depth);
       pack_plain(x_.rows, columns, x_.at(0, j0), x_.ld, panel);
-      uint32_t largest = 0;
+      Largest largest;
       for (int64_t i0 = 0; i0 < x_.rows; i0 += kRows) {
         const int64_t rows = std::min(kRows, x_.rows - i0);
         for (int64_t k0 = 0; k0 < b_.depth; k0 += kDepth)
           tile(rows, columns, std::min(kDepth, b_.depth - k0), b_.at(i0, k0), b_.ld, panel + k0 * kPanel, kPanel,
                space.sums, kPanel, k0 > 0);
         for (int64_t i = 0; i < rows; ++i)
-          largest = std::max(
-              largest, finish(columns, with_x, x_.at(i0 + i, j0), space.sums + i * kPanel, x_.at(i0 + i, j0)));
+          finish(columns, with_x, x_.at(i0 + i, j0), space.sums + i * kPanel, x_.at(i0 + i, j0), largest);
       }
       release<T>();
-      return largest;
+      return largest.of_all();
     });
   }
 
-  // A row of results out of a row of sums, which then holds them too. Returns the largest.
+  // A row of results, out[j] = rounded term(old, j, sums[j]), which may take the place of old.
   template <typename Term>
-  static uint32_t finish(int64_t n, const Term& term, const T* old, float* sums, T* out) {
-    uint32_t largest = 0;
+  static void finish(int64_t n, const Term& term, const T* old, const float* sums, T* out, Largest& largest) {
+#pragma omp simd
     for (int64_t j = 0; j < n; ++j) {
       const float rounded = Format::round(term(old, j, sums[j]));
-      largest = std::max(largest, magnitude(rounded));
-      sums[j] = rounded;
+      largest.columns[j] = std::max(largest.columns[j], magnitude(rounded));
       set(out, j, rounded);
     }
-    return largest;
+  }
+
+  // The block of Z Z^T on the diagonal: kSquare columns at a time, from the top to the diagonal.
+  static void multiply_diagonal(int64_t n, int64_t depth, const T* z, int64_t ld, const T* panel, float* sums,
+                                bool add) {
+    for (int64_t j = 0; j < n; j += kSquare)
+      tile(std::min(n, j + kSquare), std::min(kSquare, n - j), depth, z, ld, panel + j * kInterleaved, kPanel, sums + j,
+           kPanel, add);
+  }
+
+  // And what is below it.
+  static void mirror_diagonal(int64_t n, float* sums) {
+    for (int64_t j = kSquare; j < n; j += kSquare)
+      transpose(j, std::min(kSquare, n - j), sums + j, kPanel, sums + j * kPanel, kPanel);
   }
 
   Matrix<T> x_, gram_, b_;

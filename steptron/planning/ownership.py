@@ -1,0 +1,207 @@
+"""Who owns what of a rank's parameters (ZeRO-1), by arithmetic: the buffers of a training, before anything is built.
+
+``plan_buffers`` decides; it is the same function that training calls, with the parts that the placement says a rank
+holds. ``steptron.planning.rank`` builds a rank for real, and the tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from steptron.config.schema import OptimizerConfig, PretrainConfig
+from steptron.model.layer_spec import ParameterRole
+from steptron.optim.buffer_plan import BufferPlan, Piece, newton_schulz_cost, plan_buffers
+from steptron.optim.ownership import Reduction
+from steptron.optim.rules import Algorithm
+from steptron.parallel.factors import split_by_node
+from steptron.planning.placement import HeldParameter, Placement
+
+_FIXED_BATCH = 8
+"""Matrices that Muon orthogonalises at once in deterministic mode (``steptron.optim.muon``)."""
+
+
+@dataclass(frozen=True)
+class BufferFigures:
+    """A gradient buffer in figures.
+
+    Attributes:
+        title: what it holds.
+        group: name of the group that shares its parameters.
+        ranks: ranks of the group.
+        parameters: elements that stand for parameters.
+        padding: elements that stand for none.
+        reduction: how its gradients are added up.
+        spans: parts that are reduced one by one.
+        scattered_padding: elements of padding that reduce-scattering has, or would have where it is refused.
+        imbalance: work of the owner with most matrices to orthogonalise over the mean of all owners, in FLOPs; None
+            where there is nothing to orthogonalise.
+    """
+
+    title: str
+    group: str
+    ranks: int
+    parameters: int
+    padding: int
+    reduction: Reduction
+    spans: int
+    scattered_padding: int
+    imbalance: float | None
+
+    @property
+    def elements(self) -> int:
+        return self.parameters + self.padding
+
+
+@dataclass(frozen=True)
+class MuonBatch:
+    """Matrices that Muon orthogonalises at once.
+
+    Attributes:
+        matrices: how many there are.
+        size: how many are computed, with those of zeros that fill a batch up.
+        short, long: sides of the whole matrices.
+        parts: tensor-parallel ranks among which each is cut; 1 where it is whole.
+    """
+
+    matrices: int
+    size: int
+    short: int
+    long: int
+    parts: int
+
+
+def trained_parts(config: PretrainConfig, placement: Placement, rank: int) -> list[HeldParameter]:
+    """Of what a rank holds, what gets gradients, in module order."""
+    idle = idle_parameters(placement)
+    frozen = {ParameterRole.ROUTER_BIAS} | ({ParameterRole.ROUTER} if config.balance.freeze_router else set())
+    return [part for part in placement.held(rank) if part.shard.parameter.role not in frozen and part.name not in idle]
+
+
+def idle_parameters(placement: Placement) -> frozenset[str]:
+    """Parameters of the MTP depths that do not run."""
+    idle = placement.spec.mtp[placement.mtp_depths :]
+    return frozenset(parameter.name for depth in idle for parameter in depth.parameters())
+
+
+def rank_buffers(config: PretrainConfig, placement: Placement, rank: int) -> list[BufferPlan]:
+    """The gradient buffers of a rank.
+
+    All ranks of a pipeline rank have alike ones, but for which experts and rows lie in them.
+    """
+    trained = trained_parts(config, placement, rank)
+    stages = placement.chunks(placement.coordinates(rank).pipeline)
+    return plan_buffers(
+        [part.shard for part in trained],
+        config.optimizer,
+        placement.tensor,
+        {
+            "dp_cp": placement.data * placement.context,
+            "tp_dp_cp": placement.stage_size,
+            "expt_dp": placement.expert_data,
+        },
+        embedding_is_shared=placement.mtp_depths > 0
+        and any(
+            part.shard.parameter.role is ParameterRole.EMBEDDING
+            and not (stages[part.chunk].is_first and stages[part.chunk].is_last)
+            for part in trained
+        ),
+    )
+
+
+def cells_of(ranks: Sequence[int], node_size: int | None) -> dict[int, int]:
+    """Which of a buffer's equal cells each rank owns.
+
+    Args:
+        ranks: of the group that shares the buffer's parameters.
+        node_size: ranks per node, where reductions are factored by nodes: cells of the first members of all nodes
+            come first then.
+    """
+    if node_size is None:
+        return {rank: cell for cell, rank in enumerate(ranks)}
+    nodes = split_by_node(ranks, node_size)
+    return {rank: place * len(nodes) + node for node, members in enumerate(nodes) for place, rank in enumerate(members)}
+
+
+def owned_pieces(config: PretrainConfig, placement: Placement, rank: int, buffers: Sequence[BufferPlan]) -> list[Piece]:
+    """What a rank updates."""
+    groups = placement.groups(rank)
+    owned = []
+    for buffer in buffers:
+        cell = cells_of(groups[buffer.replicas], config.parallel.node_size)[rank]
+        owned += [piece for piece in buffer.pieces if piece.owner == cell]
+    return owned
+
+
+def owned_in_stage(
+    config: PretrainConfig, placement: Placement, rank: int, buffers: Sequence[BufferPlan]
+) -> Iterator[tuple[int, list[Piece]]]:
+    """What every rank of a pipeline rank updates, in the names of one of them, which has these buffers.
+
+    The others have other experts and rows in the same places.
+    """
+    first = rank - rank % placement.stage_size
+    cells: dict[str, dict[int, int]] = {}
+    for leader in range(first, first + max(placement.tensor, placement.expert)):
+        groups = placement.groups(leader)
+        for name in {buffer.replicas for buffer in buffers}:
+            if leader not in cells.setdefault(name, {}):
+                cells[name] |= cells_of(groups[name], config.parallel.node_size)
+    by_cell: list[dict[int, list[Piece]]] = []
+    for buffer in buffers:
+        by_cell.append({})
+        for piece in buffer.pieces:
+            by_cell[-1].setdefault(piece.owner, []).append(piece)
+    for member in range(first, first + placement.stage_size):
+        yield (
+            member,
+            [
+                piece
+                for buffer, pieces in zip(buffers, by_cell, strict=True)
+                for piece in pieces.get(cells[buffer.replicas][member], ())
+            ],
+        )
+
+
+def figures_of(buffer: BufferPlan, config: OptimizerConfig) -> BufferFigures:
+    """A buffer in figures."""
+    layout = buffer.layout
+    costs = [0.0] * layout.ranks
+    for piece in buffer.pieces:
+        if piece.rule.algorithm is Algorithm.MUON and piece.matrix is not None:
+            costs[piece.owner] += newton_schulz_cost(piece.matrix.whole_shape, config.muon.steps)
+    parameters = sum(shard.size for shard in buffer.shards)
+    return BufferFigures(
+        buffer.title,
+        buffer.replicas,
+        layout.ranks,
+        parameters,
+        layout.padding,
+        layout.reduction,
+        len(layout.spans),
+        round(layout.scattered_padding * parameters),
+        max(costs) / (sum(costs) / len(costs)) if any(costs) else None,
+    )
+
+
+def muon_batches(pieces: Sequence[Piece], config: OptimizerConfig, deterministic: bool) -> list[MuonBatch]:
+    """How Muon batches the matrices among what a rank owns."""
+    alike: dict[tuple[object, ...], list[Piece]] = {}
+    for piece in pieces:
+        place = piece.matrix
+        if piece.rule.algorithm is Algorithm.MUON and place is not None:
+            cut = None if place.is_whole else (place.shape, place.part.axis)
+            alike.setdefault((tuple(sorted(place.whole_shape)), cut), []).append(piece)
+    batches = []
+    for members in alike.values():
+        place = members[0].matrix
+        assert place is not None
+        short, long = sorted(place.whole_shape)
+        most = max(1, config.muon.batch_elements // (short * long))
+        if deterministic:
+            most = max(2, min(most, _FIXED_BATCH))
+        for start in range(0, len(members), most):
+            count = min(most, len(members) - start)
+            parts = 1 if place.is_whole else place.part.count
+            batches.append(MuonBatch(count, most if deterministic else count, short, long, parts))
+    return batches

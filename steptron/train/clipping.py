@@ -1,0 +1,61 @@
+"""Weight clipping over all ranks of a run."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from steptron.model.chunks import ModelChunks
+from steptron.model.output_norms import OutputNorms
+from steptron.optim.base import Optimizer
+from steptron.optim.weight_clipping import Clipped, clip_weights
+from steptron.parallel.mesh import Mesh
+from steptron.parallel.sharded_model import ShardedModel
+
+
+class WeightClipping:
+    """Watches the outputs of experts' projections, and scales weights back when told to.
+
+    Args:
+        threshold: largest norm of an output that is left alone.
+        chunks: the model.
+        sharded: what this rank owns of it.
+        optimizer: keeps the fp32 weights.
+        mesh: the process groups.
+    """
+
+    def __init__(
+        self, threshold: float, chunks: ModelChunks, sharded: ShardedModel, optimizer: Optimizer, mesh: Mesh
+    ) -> None:
+        self._threshold = threshold
+        self._norms = OutputNorms(chunks)
+        self._sharded = sharded
+        self._optimizer = optimizer
+        self._mesh = mesh
+
+    def apply(self) -> list[Clipped]:
+        """Clips by the outputs since the last call. Every rank must call it.
+
+        All ranks that hold a projection then have the same bits of it.
+
+        Returns:
+            What was clipped, on all ranks together.
+        """
+        self._norms.combine(self._mesh.groups.expt_dp)
+        self._sharded.gather.wait()
+        own = clip_weights(self._optimizer, self._sharded.owned, self._norms.maxima, self._threshold)
+        self._norms.restart()
+        of_ranks: list[list[Clipped]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, own)
+        clipped = [item for items in of_ranks for item in items]
+        if clipped:
+            self._sharded.gather.start()
+            self._sharded.gather.wait()
+        return clipped
+
+    def describe(self, clipped: list[Clipped]) -> str:
+        """One line."""
+        worst = max(clipped, key=lambda item: item.largest)
+        return (
+            f"weight clipping: {len(clipped)} expert projection{'s' if len(clipped) > 1 else ''} scaled back to an "
+            f"output norm of {self._threshold:g}; the largest was {worst.largest:.4g}, of {worst.name}"
+        )
