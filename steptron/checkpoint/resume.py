@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from steptron.checkpoint.manifest import Manifest
-from steptron.config.schema import PretrainConfig, Section
+from steptron.config.schema import PretrainConfig, RoleOptimizerConfig, Section
 from steptron.errors import UserError
 from steptron.model.layer_spec import model_spec
 from steptron.optim.rules import TRAINED_ROLES, rule_of
@@ -41,7 +42,8 @@ def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, data
             model, optimizer (for any role of the model's parameters) or precision. The message names each field and
             both values.
     """
-    found = list(_differences(saved.model_dump(mode="json"), now.model_dump(mode="json"), ""))
+    roles = saved.optimizer.roles | now.optimizer.roles
+    found = list(_differences(_with_roles(saved, roles), _with_roles(now, roles), ""))
     fixed = [text for key, text in found if key.startswith(_FIXED) and not key.startswith(_FREE)]
     if not fixed:
         fixed = list(_other_algorithms(saved, now))
@@ -69,6 +71,14 @@ def _other_algorithms(saved: PretrainConfig, now: PretrainConfig) -> Iterator[st
         before, after = (rule_of(config.optimizer, role).algorithm for config in (saved, now))
         if role in held and before is not after:
             yield f"optimizer.roles.{role.value}.optimizer: {before} before, {after} now"
+
+
+def _with_roles(config: PretrainConfig, roles: Iterable[str]) -> dict[str, Any]:
+    """A configuration as plain values, in which these roles have theirs, if only by default."""
+    plain = config.model_dump(mode="json")
+    unset = RoleOptimizerConfig().model_dump(mode="json")
+    plain["optimizer"]["roles"] = {role: plain["optimizer"]["roles"].get(role, unset) for role in roles}
+    return plain
 
 
 def differences(saved: Section, now: Section, key: str) -> list[str]:

@@ -24,7 +24,7 @@ from steptron.config.schema import (
 )
 from steptron.errors import ConfigError
 from steptron.model.layer_spec import ParameterRole, ParameterSpec, model_spec
-from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES, Algorithm, rule_of
+from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES
 from steptron_kernels.extension import has_fast_bf16, why_unfit
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
@@ -525,7 +525,6 @@ def _optimizer(config: PretrainConfig) -> Iterator[str]:
         )
     if not any(_attention(model)):  # without attention there are no parameters to name, and it is refused already
         yield from _roles(config)
-        yield from _muon_batches(config)
 
 
 def _roles(config: PretrainConfig) -> Iterator[str]:
@@ -552,23 +551,6 @@ def _roles(config: PretrainConfig) -> Iterator[str]:
             yield f"{field}.optimizer is muon, which takes matrices of features ({_listed(possible)}): leave it out"
         if own.decay and optimizer.weight_decay == 0:
             yield f"{field}.decay is true, but optimizer.weight_decay is 0: leave it out, or set that"
-
-
-def _muon_batches(config: PretrainConfig) -> Iterator[str]:
-    muon = config.optimizer.muon
-    if config.optimizer.name != "muon" or not _is_set(muon, "batch_elements"):
-        return
-    sizes = {
-        math.prod(parameter.matrix_shape(matrix)[-2:]): matrix.name
-        for parameter in _trained_parameters(config)
-        for matrix in parameter.matrices
-        if rule_of(config.optimizer, matrix.role).algorithm is Algorithm.MUON
-    }
-    if sizes and muon.batch_elements < min(sizes):
-        yield (
-            f"optimizer.muon.batch_elements ({muon.batch_elements:,}) is less than the smallest matrix has "
-            f"({sizes[min(sizes)]}: {min(sizes):,}), and a batch is one matrix at least: take {min(sizes):,} or more"
-        )
 
 
 def _trained_parameters(config: PretrainConfig) -> list[ParameterSpec]:

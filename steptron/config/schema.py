@@ -18,6 +18,9 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 # Sizes of tensors and lengths of runs; the product of two fits into 64 bits.
 Size = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+# Their product, times a matrix's scale, must be a float32 number.
+LearningRate = Annotated[float, Field(gt=0, le=1e16)]
+Multiplier = Annotated[float, Field(ge=0, le=1e16)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 # float32 makes 0 of much smaller numbers, and 0/0 of what they should keep finite.
 Epsilon = Annotated[float, Field(ge=1e-30)]
@@ -366,7 +369,7 @@ class RoleOptimizerConfig(Section):
         None,
         description="under `optimizer.name: muon`: which of both; by default Muon for hidden matrices, else AdamW",
     )
-    lr_multiplier: NonNegativeFloat = Field(1.0, description="times the learning rate")
+    lr_multiplier: Multiplier = Field(1.0, description="times the learning rate")
     decay: bool | None = Field(None, description="whether the weights decay; as usual for the role when unset")
 
 
@@ -405,7 +408,7 @@ class OptimizerConfig(Section):
         description="optimizer; muon takes AdamW for what is no hidden matrix; sgd (without momentum) serves "
         "comparisons of layouts",
     )
-    lr: PositiveFloat = Field(description="peak learning rate")
+    lr: LearningRate = Field(description="peak learning rate")
     muon: MuonConfig = Field(default_factory=MuonConfig, description="Muon's own settings")
     beta1: DecayRate = Field(0.9, description="AdamW's decay of the first moment")
     beta2: DecayRate = Field(0.95, description="AdamW's decay of the second moment")

@@ -63,9 +63,9 @@ class BufferPlan:
     @property
     def title(self) -> str:
         """What it holds, in words."""
-        if self.is_shared_embedding:
-            return "shared embedding"
         kind = "matrices" if self.holds_matrices else "other parameters"
+        if self.is_shared_embedding:
+            kind = "shared embedding"
         return f"{kind} over {self.replicas}"
 
 

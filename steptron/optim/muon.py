@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steptron.config.schema import MuonConfig
+from steptron.model.parameter_shards import MatrixPlace
 from steptron.optim.base import MasterWeights, StateTensor
+from steptron.optim.batches import Batch, batches_of
 from steptron.optim.owned import OwnedPiece
 from steptron.optim.scale import SCALES
 from steptron_kernels.polar_express.choose import PolarExpress
 from steptron_kernels.polar_express.coefficients import polar_express_rows
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_FIXED_BATCH = 8
-"""Matrices of a batch in deterministic mode: never one, and whatever a rank owns."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,6 @@ class Probe(Protocol):
 
     def record(self, update: Update) -> None:
         """Called for every batch of matrices."""
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Matrices that are orthogonalised together: equal sides, and cut alike by tensor parallelism."""
-
-    indices: tuple[int, ...]
-    size: int
-    """Matrices of the batch, with those of zeros that fill it up."""
 
 
 class Muon:
@@ -102,7 +93,7 @@ class Muon:
         self._dtype = DTYPES[config.precision]
         self._master = MasterWeights(self._owned)
         self._momentum = [torch.zeros_like(weight) for weight in self._master.weights]
-        self._batches = self._make_batches(deterministic)
+        self._batches = batches_of([_place(piece) for piece in self._owned], config, deterministic)
         self._largest: list[Tensor] = []
         self._num_steps = 0
 
@@ -146,25 +137,7 @@ class Muon:
             for index, value in zip(batch.indices, largest.tolist(), strict=True)
         }
 
-    def _make_batches(self, deterministic: bool) -> list[_Batch]:
-        alike: dict[tuple[tuple[int, ...], object], list[int]] = {}
-        for index, piece in enumerate(self._owned):
-            place = piece.piece.matrix
-            if place is None:
-                raise ValueError(f"{piece.name} is no logical matrix: Muon cannot orthogonalise it")
-            cut = None if place.is_whole else (place.shape, place.part.axis)
-            alike.setdefault((tuple(sorted(place.whole_shape)), cut), []).append(index)
-        batches = []
-        for ((short, long), _), indices in alike.items():
-            most = max(1, self._config.batch_elements // (short * long))
-            if deterministic:
-                most = max(2, min(most, _FIXED_BATCH))
-            for start in range(0, len(indices), most):
-                chunk = tuple(indices[start : start + most])
-                batches.append(_Batch(chunk, most if deterministic else len(chunk)))
-        return batches
-
-    def _update(self, batch: _Batch, lr: float) -> Tensor:
+    def _update(self, batch: Batch, lr: float) -> Tensor:
         pieces = [self._owned[index] for index in batch.indices]
         m_NRC = self._whole(pieces, [self._direction(index) for index in batch.indices])
         if batch.size > len(pieces):
@@ -175,10 +148,9 @@ class Muon:
             momentum = [self._momentum[index] for index in batch.indices]
             scales = [self._scale(piece) for piece in pieces]
             self.probe.record(Update(pieces, momentum, scales, o_NRC, largest_N, self._whole))
-        o_NRC = torch.where(largest_N.isfinite()[:, None, None], o_NRC, 0.0)
+        o_NRC.masked_fill_(~largest_N.isfinite()[:, None, None], 0.0)
         for index, piece, o_RC in zip(batch.indices, pieces, o_NRC, strict=True):
-            place, rule = piece.piece.matrix, piece.piece.rule
-            assert place is not None
+            place, rule = _place(piece), piece.piece.rule
             rows, columns = place.whole_shape
             own = _own_part(o_RC.t() if rows > columns else o_RC, piece)
             scaled = lr * rule.lr_multiplier
@@ -193,9 +165,7 @@ class Muon:
         return torch.add(piece.gradient, buffer, alpha=self._config.momentum) if self._config.nesterov else buffer
 
     def _scale(self, piece: OwnedPiece) -> float:
-        place = piece.piece.matrix
-        assert place is not None
-        return SCALES[self._config.scale](*place.whole_shape)
+        return SCALES[self._config.scale](*_place(piece).whole_shape)
 
     def _whole(self, pieces: Sequence[OwnedPiece], tensors: Sequence[Tensor]) -> Tensor:
         """Whole wide matrices [N, R, C], of each of which this rank has [n]."""
@@ -203,9 +173,7 @@ class Muon:
 
     def _gathered(self, pieces: Sequence[OwnedPiece], m_NRC: Tensor) -> Tensor:
         """The whole matrices of tensor-parallel parts."""
-        place = pieces[0].piece.matrix
-        assert place is not None
-        if place.is_whole:
+        if _place(pieces[0]).is_whole:
             return m_NRC
         assert self._tensor_group is not None
         parts = [torch.empty_like(m_NRC) for _ in range(self._tensor_group.size())]
@@ -213,24 +181,27 @@ class Muon:
         return torch.cat(parts, dim=1 + _cut_axis(pieces[0]))
 
 
+def _place(piece: OwnedPiece) -> MatrixPlace:
+    if piece.piece.matrix is None:
+        raise ValueError(f"{piece.name} is no logical matrix: Muon cannot orthogonalise it")
+    return piece.piece.matrix
+
+
 def _wide(piece: OwnedPiece, m: Tensor) -> Tensor:
     """This rank's part [n] of a matrix in its shape, transposed where the matrix is taller than wide."""
-    place = piece.piece.matrix
-    assert place is not None
+    place = _place(piece)
     rows, columns = place.whole_shape
     return m.view(place.shape).t() if rows > columns else m.view(place.shape)
 
 
 def _cut_axis(piece: OwnedPiece) -> int:
     """The axis of the wide matrix that tensor parallelism cuts."""
-    place = piece.piece.matrix
-    assert place is not None
+    place = _place(piece)
     rows, columns = place.whole_shape
     return 1 - place.part.axis if rows > columns else place.part.axis
 
 
 def _own_part(o_RC: Tensor, piece: OwnedPiece) -> Tensor:
     """Of a whole matrix this rank's part."""
-    place = piece.piece.matrix
-    assert place is not None
+    place = _place(piece)
     return o_RC if place.is_whole else o_RC.chunk(place.part.count, dim=place.part.axis)[place.part.index]

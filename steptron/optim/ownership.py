@@ -12,11 +12,11 @@ to all ranks (``all_reduce``) without padding, and ownership is a list.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from steptron.parallel.buckets import bucket_runs
+from steptron.optim.buckets import bucket_runs
 
 
 class Reduction(StrEnum):
@@ -24,6 +24,11 @@ class Reduction(StrEnum):
 
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+
+
+ALIGNMENT = 64
+"""Elements that cells which cut parameters anywhere are a multiple of, so that no number of ranks puts what follows
+them at odd addresses: products on GPUs want multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,9 @@ def lay_out(
 ) -> BufferLayout:
     """Lays a buffer out and decides how it is reduced.
 
-    Units that may be cut anywhere are shared equally, with less than a rank's number of elements of padding in each
-    span. For whole matrices ``auto`` reduce-scatters where that pads by at most ``max_padding``, and reduces to all
-    ranks otherwise; either way spans are reduced while the backward runs.
+    Units that may be cut anywhere are shared equally, with a few elements of padding for each rank in each span. For
+    whole matrices ``auto`` reduce-scatters where that pads by at most ``max_padding``, and reduces to all ranks
+    otherwise; either way spans are reduced while the backward runs.
 
     Args:
         units: in the order in which a backward pass completes them; either all have matrices or none has.
@@ -127,7 +132,8 @@ def lay_out(
     """
     if not any(unit.matrices for unit in units):
         layout = _cut_anywhere(units, ranks)
-        return layout if reduction != "all_reduce" else _reduced_to_all(layout)
+        # The same cells, and so the same owners, whether or not gradients go to all.
+        return replace(layout, reduction=Reduction.ALL_REDUCE) if reduction == "all_reduce" else layout
     for unit in units:
         _check_tiled(unit)
     if ranks == 1:
@@ -162,6 +168,8 @@ def _cut_anywhere(units: Sequence[Unit], ranks: int) -> BufferLayout:
         start, position = offset, offset
         size = sum(unit.size for unit in units[first:stop])
         cell = -(-size // ranks)
+        if ranks > 1:  # of one rank nothing is moved
+            cell = -(-cell // ALIGNMENT) * ALIGNMENT
         for index in range(first, stop):
             offsets.append(position)
             end = position + units[index].size
@@ -261,20 +269,6 @@ def _scattered(
         True,
         tuple(runs),
         (length - size) / size if size else 0.0,
-    )
-
-
-def _reduced_to_all(layout: BufferLayout) -> BufferLayout:
-    """The same cells, and so the same owners, with gradients on every rank."""
-    return BufferLayout(
-        layout.ranks,
-        Reduction.ALL_REDUCE,
-        layout.offsets,
-        layout.length,
-        layout.spans,
-        layout.has_cells,
-        layout.runs,
-        layout.scattered_padding,
     )
 
 

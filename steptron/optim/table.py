@@ -105,6 +105,7 @@ def holding(
     element_size: int,
     untrained: Iterable[ParameterShard] = (),
     embedding_is_copy: bool = False,
+    biases_are_updated: bool = True,
 ) -> Holding:
     """Reads a rank's plans.
 
@@ -114,6 +115,7 @@ def holding(
         element_size: bytes of a parameter's element.
         untrained: its parts of parameters, and of selection biases, that get no gradient.
         embedding_is_copy: it holds the last stage's copy of the embedding.
+        biases_are_updated: routers' selection biases follow the load of their experts.
     """
     rows = [
         row
@@ -122,7 +124,9 @@ def holding(
         for row in _rows(plan, piece, ranks_by_cell[plan.replicas], embedding_is_copy and plan.is_shared_embedding)
     ]
     for shard in untrained:
-        rows += [_without_owner(shard, run) for run in _runs(shard)]
+        is_bias = shard.parameter.role is ParameterRole.ROUTER_BIAS
+        updated_by = BIAS_UPDATE if is_bias and biases_are_updated else FROZEN
+        rows += [_without_owner(shard, run, updated_by) for run in _runs(shard)]
     buffers = (_summary(plan, min(ranks_by_cell[plan.replicas]), element_size) for plan in plans)
     return Holding(tuple(rows), tuple(buffers))
 
@@ -241,13 +245,12 @@ def _rows(plan: BufferPlan, piece: Piece, ranks: Sequence[int], is_copy: bool) -
             )
 
 
-def _without_owner(shard: ParameterShard, run: _Run) -> Row:
-    role = run.part.matrix.role
+def _without_owner(shard: ParameterShard, run: _Run, updated_by: str) -> Row:
     return Row(
         matrix=run.part.matrix.name,
         expert=run.expert,
-        role=role,
-        optimizer=BIAS_UPDATE if role is ParameterRole.ROUTER_BIAS else FROZEN,
+        role=run.part.matrix.role,
+        optimizer=updated_by,
         shape=run.shape,
         held=_held(shard, run.part),
         first=run.part.range[0],
@@ -329,8 +332,9 @@ def _padding(members: Sequence[BufferSummary]) -> str:
     if members[0].ranks == 1:
         return "-"
     shares = [member.padding / max(member.elements, 1) for member in members]
-    sizes = [member.padding * member.bytes_per_element / _MIB for member in members]
-    text = f"{_figures([100 * share for share in shares])} %, {_figures(sizes)} MiB" if any(shares) else "none"
+    sizes = [round(member.padding * member.bytes_per_element / _MIB, 3) for member in members]
+    percent = [round(100 * share, 2) for share in shares]
+    text = f"{_figures(percent)} %, {_figures(sizes)} MiB" if any(shares) else "none"
     scattered = [member.scattered_padding for member in members]
     if shares == scattered:
         return text

@@ -7,6 +7,7 @@ activation clipping, which bounds what weight clipping only delays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ def clip_weights(
         threshold: tau.
 
     Returns:
-        The projections of which this rank owns the first element, in the order of ``owned``.
+        The projections of which this rank owns the first element, in the order of ``owned``. Those whose largest norm is
+        not finite are among them, and keep their weights.
     """
     masters = {id(state.owned): state.tensor for state in optimizer.state().get("master", ())}
     host = {prefix: maximum_E3.tolist() for prefix, maximum_E3 in maxima.items()}
@@ -55,7 +57,9 @@ def clip_weights(
     for piece in owned:
         for run in _projections(piece):
             largest = host[run.prefix][run.expert][run.column]
-            if not largest > threshold:
+            if run.is_first and not math.isfinite(largest):
+                clipped.append(Clipped(run.name, largest))
+            if not threshold < largest < math.inf:
                 continue
             part = slice(run.start, run.stop)
             weight = masters.get(id(piece), piece.weight)[part]

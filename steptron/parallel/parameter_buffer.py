@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from steptron.optim.buffer_plan import BufferPlan
+from steptron.optim.buffer_plan import BufferPlan, Piece
 from steptron.parallel.replica_group import ReplicaGroup, Work
 from steptron_kernels.packed_weights import weights_changed
 
@@ -41,70 +43,74 @@ class ParameterBuffer:
                 view.copy_(parameter.detach())
                 parameter.data = view
 
-    def gather(self) -> list[tuple[Work, tuple[torch.nn.Parameter, ...]]]:
-        """Starts to gather, in the order in which a forward pass meets the parameters.
-
-        Returns:
-            What is to be waited for, and which parameters each part belongs to.
-        """
+    def transfers(self) -> list[Transfer]:
+        """What brings updated parameters to all ranks; nothing where one rank has them alone."""
         if self._group.size() == 1:
             return []
-        if self._data is None:
-            return self._send_pieces()
-        layout = self.plan.layout
-        started = []
-        for span in reversed(layout.spans):
-            inside = tuple(
-                parameter
-                for parameter, offset in zip(self._held, layout.offsets, strict=True)
-                if offset < span.stop and span.start < offset + parameter.numel()
-            )
-            started.append((self._group.all_gather(self._data[span.start : span.stop]), inside))
-        return started
+        layout, data = self.plan.layout, self._data
+        places = list(zip(self._held, layout.offsets, self.plan.order, strict=True))
+        if data is None:
+            by_name = {shard.parameter.name: place for shard, place in zip(self.plan.shards, places, strict=True)}
+            sent = [(piece, by_name[piece.shard.parameter.name]) for piece in self.plan.pieces]
+            return [Transfer(order, (p,), self._sending(p, piece)) for piece, (p, _, order) in sent]
+        transfers = []
+        for span in layout.spans:
+            inside = [(p, order) for p, start, order in places if start < span.stop and span.start < start + p.numel()]
+            if inside:
+                parameters, orders = zip(*inside, strict=True)
+                transfers.append(Transfer(max(orders), parameters, self._gathering(data[span.start : span.stop])))
+        return transfers
 
-    def _send_pieces(self) -> list[tuple[Work, tuple[torch.nn.Parameter, ...]]]:
-        by_name = {shard.parameter.name: p for shard, p in zip(self.plan.shards, self._held, strict=True)}
-        started: list[tuple[Work, tuple[torch.nn.Parameter, ...]]] = []
-        for piece in reversed(self.plan.pieces):
-            parameter = by_name[piece.shard.parameter.name]
-            run = parameter.detach().view(-1)[piece.start : piece.stop]
-            started.append((self._group.broadcast(run, piece.owner), (parameter,)))
-        return started
+    def _sending(self, parameter: torch.nn.Parameter, piece: Piece) -> Callable[[], Work]:
+        run = parameter.detach().view(-1)[piece.start : piece.stop]
+        return lambda: self._group.broadcast(run, piece.owner)
+
+    def _gathering(self, span: torch.Tensor) -> Callable[[], Work]:
+        return lambda: self._group.all_gather(span)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective that brings parameters to all ranks.
+
+    Attributes:
+        order: place in the backward pass of that parameter which a forward pass meets first.
+        parameters: which have a part in it.
+        start: starts it.
+    """
+
+    order: int
+    parameters: tuple[torch.nn.Parameter, ...]
+    start: Callable[[], Work]
 
 
 class ParameterGather:
-    """All parameters of a rank that are under way."""
+    """All parameters of a rank that are under way.
+
+    Transfers start in the order in which a forward pass meets their parameters, and are waited for in that order
+    alone: over several groups whose collectives have several steps, ranks that waited in orders of their own would
+    wait for each other.
+    """
 
     def __init__(self, buffers: Sequence[ParameterBuffer]) -> None:
-        self._buffers = list(buffers)
-        self._pending: dict[torch.nn.Parameter, list[_Arrival]] = {}
+        transfers = [transfer for buffer in buffers for transfer in buffer.transfers()]
+        self._transfers = sorted(transfers, key=lambda transfer: -transfer.order)
+        self._last = {p: index for index, transfer in enumerate(self._transfers) for p in transfer.parameters}
+        self._under_way: deque[Work] = deque()
 
     def start(self) -> None:
         """Starts to gather what this rank's optimizer and others' have updated."""
         self.wait()
-        for buffer in self._buffers:
-            for work, parameters in buffer.gather():
-                arrival = _Arrival(work, parameters)
-                for parameter in parameters:
-                    self._pending.setdefault(parameter, []).append(arrival)
+        self._under_way.extend(transfer.start() for transfer in self._transfers)
 
     def wait(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Returns when these parameters are complete, or all when None."""
-        for parameter in list(self._pending) if parameters is None else parameters:
-            for arrival in self._pending.pop(parameter, ()):
-                arrival.wait()
-
-
-class _Arrival:
-    """Parameters of one collective; waiting twice is waiting once."""
-
-    def __init__(self, work: Work, parameters: tuple[torch.nn.Parameter, ...]) -> None:
-        self._work: Work | None = work
-        self._parameters = parameters
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Returns when these parameters are complete, and all that come before them; or all when None."""
+        if not self._under_way:
+            return
+        total = len(self._transfers)
+        needed = total if parameters is None else max((self._last.get(p, -1) + 1 for p in parameters), default=0)
+        while total - len(self._under_way) < needed:
+            transfer = self._transfers[total - len(self._under_way)]
+            self._under_way.popleft().wait()
             # Collectives write past torch's version counter, which packed copies of weights go by.
-            weights_changed(self._parameters)
+            weights_changed(transfer.parameters)

@@ -30,12 +30,16 @@ class DataParallel(MegatronModule):
         super().__init__(module.config)
         self.module = module
         layers = list(module.layers.values())
-        in_layers = {parameter for layer in layers for parameter in layer.parameters()}
-        others = [parameter for parameter in module.parameters() if parameter not in in_layers]
-        module.register_forward_pre_hook(lambda *_: gather.wait(others))
-        for layer in layers:
-            parameters = list(layer.parameters())
-            layer.register_forward_pre_hook(lambda *_, parameters=parameters: gather.wait(parameters))
+        embedding = list(module.embedding.parameters()) if hasattr(module, "embedding") else []
+        before_heads = {*embedding, *(parameter for layer in layers for parameter in layer.parameters())}
+        heads = [parameter for parameter in module.parameters() if parameter not in before_heads]
+        needed: list[tuple[torch.nn.Module, list[torch.nn.Parameter]]] = [(module, embedding)]
+        needed += [(layer, list(layer.parameters())) for layer in layers]
+        if module.stage.is_last:
+            # Comes first of all that follows the layers; a head's weight is read without a call of the head.
+            needed.append((module.final_norm, heads))
+        for part, parameters in needed:
+            part.register_forward_pre_hook(lambda *_, parameters=parameters: gather.wait(parameters))
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         return self.module(*args, **kwargs)

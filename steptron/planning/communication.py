@@ -303,7 +303,7 @@ class _Formula:
         owned = owned_pieces(self.config, self.placement, self.rank, self.buffers)
         for batch in muon_batches(owned, self.config.optimizer, self.config.train.deterministic):
             if batch.parts > 1:
-                yield Message("tp", Kind.ALL_GATHER, batch.matrices * batch.short * batch.long * _FP32)
+                yield Message("tp", Kind.ALL_GATHER, len(batch.indices) * batch.short * batch.long * _FP32)
         for buffer in self.buffers:
             group, layout = buffer.replicas, buffer.layout
             if layout.has_cells:

@@ -13,10 +13,11 @@ from typing import Literal
 
 from steptron.config.schema import PretrainConfig
 from steptron.model.layer_spec import ParameterRole, ParameterSpec
+from steptron.optim.batches import Batch
 from steptron.optim.buffer_plan import BufferPlan, Piece
 from steptron.optim.rules import Algorithm
 from steptron.planning.activations import ChunkMemory, Workload, chunk_memory, chunk_operations
-from steptron.planning.ownership import MuonBatch, idle_parameters, muon_batches, owned_pieces, rank_buffers
+from steptron.planning.ownership import idle_parameters, muon_batches, owned_pieces, rank_buffers
 from steptron.planning.pipeline import passes_of
 from steptron.planning.placement import HeldParameter, Placement
 from steptron_kernels.extension import has_fast_bf16, why_unfit
@@ -31,8 +32,6 @@ _ITERATION = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Of a number in the state of Polar Express, by ``optimizer.muon.precision``."""
 _STATE = {Algorithm.MUON: 1, Algorithm.ADAMW: 2, Algorithm.SGD: 0}
 """fp32 numbers that an algorithm keeps for every number that it updates."""
-_ORTHOGONALISED_AT_ONCE = 1 << 26
-"""Elements that torch operations orthogonalise at once (``steptron_kernels.polar_express.plain``)."""
 _UNPACKED = frozenset(
     {ParameterRole.EMBEDDING, ParameterRole.NORM, ParameterRole.SINK, ParameterRole.ROUTER, ParameterRole.ROUTER_BIAS}
 )
@@ -201,35 +200,30 @@ def _holds_parameters(buffer: BufferPlan) -> bool:
     return buffer.layout.has_cells and buffer.layout.ranks > 1
 
 
-def _batch_memory(batch: MuonBatch, config: PretrainConfig, device: str, native: bool) -> float:
+def _batch_memory(batch: Batch, config: PretrainConfig, device: str, native: bool) -> float:
     """Of a batch of matrices [l, k]: collected, gathered, made orthogonal."""
-    own = batch.matrices * batch.short * batch.long * _FP32 / batch.parts
+    own = len(batch.indices) * batch.short * batch.long * _FP32 / batch.parts
     whole = batch.size * batch.short * batch.long * _FP32
     # Each direction alone, and all of them stacked; without Nesterov they are views of the momentum.
     stacked = own * (2 if config.optimizer.muon.nesterov else 1)
     gathered = stacked + 2 * whole if batch.parts > 1 else 0.0
-    filled = own * batch.parts + whole if batch.size > batch.matrices else 0.0
-    # Input, result, and the result without what is not finite.
-    orthogonal = 3.0 * whole
+    filled = own * batch.parts + whole if batch.size > len(batch.indices) else 0.0
+    orthogonal = 2.0 * whole  # input and result
     if not native:
         orthogonal = max(orthogonal, whole + _iteration_memory(batch, config, device))
     return max(stacked, gathered, filled, orthogonal)
 
 
-def _iteration_memory(batch: MuonBatch, config: PretrainConfig, device: str) -> float:
-    """Besides the input, in torch operations (``steptron_kernels.polar_express.plain``), which take a part of the
-    batch at a time and keep the results of the parts before."""
-    size = batch.short * batch.long
-    at_once = min(batch.size, max(1, _ORTHOGONALISED_AT_ONCE // size))
-    x, gram = at_once * size, at_once * batch.short**2
+def _iteration_memory(batch: Batch, config: PretrainConfig, device: str) -> float:
+    """Besides the input, in torch operations (``steptron_kernels.polar_express.plain``)."""
+    x, gram = batch.size * batch.short * batch.long, batch.size * batch.short**2
     narrow = _ITERATION[config.optimizer.muon.precision]
     # On CPUs numbers of a narrow dtype are kept as rounded fp32.
     stored = _FP32 if device == "cpu" else narrow
     rounding = narrow + _FP32 if stored != narrow else 0
-    before = (batch.size - at_once) * size * stored
     norm = x * (_FP32 + _FP64)  # scaled, and once more in float64
     step = x * (2 * stored + rounding) + 2 * gram * stored
-    return before + max(norm, step)
+    return max(norm, step)
 
 
 def packed_weights_padding(held: Sequence[HeldParameter], placement: Placement, assumed: Assumptions) -> int:

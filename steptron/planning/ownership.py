@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 from steptron.config.schema import OptimizerConfig, PretrainConfig
 from steptron.model.layer_spec import ParameterRole
+from steptron.optim.batches import Batch, batches_of
 from steptron.optim.buffer_plan import BufferPlan, Piece, newton_schulz_cost, plan_buffers
 from steptron.optim.ownership import Reduction
 from steptron.optim.rules import Algorithm
 from steptron.parallel.factors import split_by_node
 from steptron.planning.placement import HeldParameter, Placement
-
-_FIXED_BATCH = 8
-"""Matrices that Muon orthogonalises at once in deterministic mode (``steptron.optim.muon``)."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,6 @@ class BufferFigures:
     @property
     def elements(self) -> int:
         return self.parameters + self.padding
-
-
-@dataclass(frozen=True)
-class MuonBatch:
-    """Matrices that Muon orthogonalises at once.
-
-    Attributes:
-        matrices: how many there are.
-        size: how many are computed, with those of zeros that fill a batch up.
-        short, long: sides of the whole matrices.
-        parts: tensor-parallel ranks among which each is cut; 1 where it is whole.
-    """
-
-    matrices: int
-    size: int
-    short: int
-    long: int
-    parts: int
 
 
 def trained_parts(config: PretrainConfig, placement: Placement, rank: int) -> list[HeldParameter]:
@@ -184,24 +164,7 @@ def figures_of(buffer: BufferPlan, config: OptimizerConfig) -> BufferFigures:
     )
 
 
-def muon_batches(pieces: Sequence[Piece], config: OptimizerConfig, deterministic: bool) -> list[MuonBatch]:
+def muon_batches(pieces: Sequence[Piece], config: OptimizerConfig, deterministic: bool) -> list[Batch]:
     """How Muon batches the matrices among what a rank owns."""
-    alike: dict[tuple[object, ...], list[Piece]] = {}
-    for piece in pieces:
-        place = piece.matrix
-        if piece.rule.algorithm is Algorithm.MUON and place is not None:
-            cut = None if place.is_whole else (place.shape, place.part.axis)
-            alike.setdefault((tuple(sorted(place.whole_shape)), cut), []).append(piece)
-    batches = []
-    for members in alike.values():
-        place = members[0].matrix
-        assert place is not None
-        short, long = sorted(place.whole_shape)
-        most = max(1, config.muon.batch_elements // (short * long))
-        if deterministic:
-            most = max(2, min(most, _FIXED_BATCH))
-        for start in range(0, len(members), most):
-            count = min(most, len(members) - start)
-            parts = 1 if place.is_whole else place.part.count
-            batches.append(MuonBatch(count, most if deterministic else count, short, long, parts))
-    return batches
+    matrices = [piece.matrix for piece in pieces if piece.rule.algorithm is Algorithm.MUON]
+    return batches_of([place for place in matrices if place is not None], config.muon, deterministic)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as dist
 
+from steptron.errors import UserError
 from steptron.model.chunks import ModelChunks
 from steptron.model.output_norms import OutputNorms
 from steptron.optim.base import Optimizer
@@ -39,6 +42,9 @@ class WeightClipping:
 
         Returns:
             What was clipped, on all ranks together.
+
+        Raises:
+            UserError: on every rank: an output was not finite (message names the projections).
         """
         self._norms.combine(self._mesh.groups.expt_dp)
         self._sharded.gather.wait()
@@ -47,6 +53,12 @@ class WeightClipping:
         of_ranks: list[list[Clipped]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, own)
         clipped = [item for items in of_ranks for item in items]
+        if bad := [item.name for item in clipped if not math.isfinite(item.largest)]:
+            shown = ", ".join(bad[:20]) + (f" and {len(bad) - 20} more" if len(bad) > 20 else "")
+            raise UserError(
+                f"weight clipping: outputs of {shown} have been NaN or infinite: no checkpoint was written, the last one "
+                "is as it was. Lower optimizer.lr and run again"
+            )
         if clipped:
             self._sharded.gather.start()
             self._sharded.gather.wait()

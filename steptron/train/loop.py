@@ -83,10 +83,13 @@ class Pretraining:
         if fresh:
             self._delete_run()
         newest = self._newest_checkpoint()
+        self._is_complete = False
+        # What does not fit the checkpoint is refused before anything is built or written.
+        changed = [] if newest is None else self._changes_since(newest)
         initial = self._initial_weights() if newest is None else None
         self.step = TrainStep(config, self.mesh, self.device, initial, before_buffers=self._show_ownership)
         self.batches = BatchSchedule(config.train)
-        self.progress = Progress() if newest is None else self._resume(newest)
+        self.progress = Progress() if newest is None else self._resume(newest, changed)
 
     def run(self) -> bool:
         """Trains to the configured number of steps.
@@ -175,8 +178,9 @@ class Pretraining:
             if _due(self.progress.step, train.logging.every_steps) or done or stopping:
                 # Every rank takes part in the record; one writes it.
                 sinks.write(meter.record(self.progress, result, batch_size, lr, bias_rate))
-            if _due(self.progress.step, train.checkpoint.every_steps) or done or stopping:
-                self._save()
+            due = _due(self.progress.step, train.checkpoint.every_steps) or done
+            if due or stopping:
+                self._save(clips=due)
                 meter.restart()
             if stopping:
                 return False
@@ -227,15 +231,17 @@ class Pretraining:
         bits_per_byte = lm / math.log(2) / self.validation_data.bytes_per_token
         sinks.write(ValidationRecord(self.progress.step, lm, tuple(mtp), bits_per_byte))
 
-    def _save(self) -> None:
+    def _save(self, clips: bool) -> None:
+        """Writes a checkpoint; ``clips`` is False where only a signal asks for it: the run would not clip there."""
         if not self.step.parameters_are_finite():
             raise UserError(
-                f"after step {self.progress.step} parameters are no longer finite: no checkpoint was written, the last "
-                "one is as it was. Lower optimizer.lr or optimizer.clip_grad_norm and run again"
+                f"after step {self.progress.step} these parameters are no longer finite: "
+                f"{self.step.describe_non_finite_parameters()}. No checkpoint was written, the last one is as it was. "
+                "Lower optimizer.lr (or the lr_multiplier of their roles) or clip gradients (optimizer.clip_grad_norm)"
             )
         # Before the checkpoint is written, so that a run that resumes from it goes on as this one does.
         clipping = self.step.weight_clipping
-        if clipping is not None and (clipped := clipping.apply()):
+        if clips and clipping is not None and (clipped := clipping.apply()):
             self._say(f"step {self.progress.step}: {clipping.describe(clipped)}")
         save_load.save(self.config, self.progress, self._datasets, self.step.chunks, self.step.optimizer, self.mesh)
 
@@ -254,10 +260,15 @@ class Pretraining:
         self._say("\n  changed: ".join([f"starting from the weights of {weights.path}", *noted]))
         return weights
 
-    def _resume(self, folder: Path) -> Progress:
-        noted = changes(read_config(folder), self.config, read_manifest(folder), self._datasets)
+    def _changes_since(self, folder: Path) -> list[str]:
+        manifest = read_manifest(folder)
+        noted = changes(read_config(folder), self.config, manifest, self._datasets)
+        self._is_complete = manifest.progress is not None and manifest.progress.step >= self.config.train.steps
+        return noted
+
+    def _resume(self, folder: Path, changed: list[str]) -> Progress:
         progress = save_load.load(folder, self.step.chunks, self.step.optimizer, self.mesh)
-        self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *noted]))
+        self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *changed]))
         return progress
 
     def _delete_run(self) -> None:
@@ -312,6 +323,8 @@ class Pretraining:
             yield MuonDiagnostics(muon, config, log, answers_for_cut=self.mesh.tensor_rank == 0)
 
     def _show_ownership(self, chunks: ModelChunks) -> None:
+        if self._is_complete:
+            return  # the folder's table is that of the run that has ended
         table = report_ownership(self.config, chunks, self.mesh)
         if table is not None:
             self._say(table)

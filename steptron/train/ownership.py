@@ -52,6 +52,7 @@ def _own(config: PretrainConfig, chunks: ModelChunks, mesh: Mesh) -> Holding:
         torch.empty((), dtype=DTYPES[config.train.precision]).element_size(),
         [shard(specs[name], mesh.place) for name, tensor in chunks.logical_tensors() if not tensor.requires_grad],
         chunks.embedding_is_copy,
+        biases_are_updated=not config.balance.freeze_router,
     )
 
 

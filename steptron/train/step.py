@@ -302,6 +302,11 @@ class TrainStep:
         dist.all_reduce(bad)
         return not bool(bad)
 
+    def describe_non_finite_parameters(self) -> str:
+        """Names of the parameters of all ranks that are not finite. Every rank must call it."""
+        bad = [name for name, parameter in self.chunks.named_parameters() if not parameter.isfinite().all()]
+        return _of_all_ranks(bad + self.optimizer.non_finite())
+
     @torch.no_grad()
     def _update_biases(self, tokens_per_expert_LE: torch.Tensor, rate: float) -> None:
         for index, router in self._chunks.routers().items():
@@ -320,9 +325,10 @@ class TrainStep:
     def _describe_bad_updates(self) -> str:
         """Names the matrices whose update of the step before was not finite."""
         return (
-            f"the momentum of {_of_all_ranks(self.optimizer.non_finite())} is NaN or infinite since the step before, "
-            "though gradients are finite. These matrices got no update in that step, others did; the last checkpoint "
-            "is as it was. Lower optimizer.clip_grad_norm"
+            f"the update of {_of_all_ranks(self.optimizer.non_finite())} was NaN or infinite in the step before, "
+            "though gradients were finite: the momentum that the run resumed from was so already, or it has added up "
+            "to more than float32 holds (clip gradients: optimizer.clip_grad_norm), or optimizer.muon.precision bf16 "
+            "has overflowed. These matrices got no update in that step, others did; the last checkpoint is as it was"
         )
 
 

@@ -90,9 +90,9 @@ def test_what_uses_the_state_otherwise_is_noted() -> None:
         "optimizer.muon.precision: fp16 before, bf16 now",
         "optimizer.muon.scale: match_rms_adamw before, spectral now",
         "optimizer.muon.steps: 6 before, 5 now",
-        "optimizer.roles.query: None before, {'optimizer': None, 'lr_multiplier': 0.5, 'decay': None} now",
-        "optimizer.roles.router: None before, {'optimizer': 'adamw', 'lr_multiplier': 1.0, 'decay': None} now",
-        "optimizer.roles.shared_up: None before, {'optimizer': 'muon', 'lr_multiplier': 1.0, 'decay': None} now",
+        "optimizer.roles.query.lr_multiplier: 1.0 before, 0.5 now",
+        "optimizer.roles.router.optimizer: None before, adamw now",
+        "optimizer.roles.shared_up.optimizer: None before, muon now",
         "optimizer.sharding.reduction: auto before, all_reduce now",
     ]
 

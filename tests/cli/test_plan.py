@@ -34,7 +34,7 @@ def test_a_layout_of_4096_ranks() -> None:
         "4,096 ranks: pipeline 8 x 2 chunks; attention and dense layers tensor 1 x context 1 x data 512"
         in result.output
     )
-    assert "32 micro-batches of 1 per rank; bf16, adamw" in result.output
+    assert "32 micro-batches of 1 per rank; bf16, muon" in result.output
     assert "embedding, layers full dense 0; sliding dense 1-2    1,237,869,312" in result.output
     assert "3 MTP (2 idle), heads" in result.output
     assert "with equal stages 9.9%" in result.output  # 7 / (2 x 32 + 7)

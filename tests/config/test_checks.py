@@ -556,12 +556,6 @@ REFUSED = [
         "recorded: set that too, or leave it out",
     ),
     (
-        ["optimizer.muon.batch_elements=255"],
-        1,
-        "optimizer.muon.batch_elements (255) is less than the smallest matrix has "
-        "(layers.4.attention.gate.weight: 256), and a batch is one matrix at least: take 256 or more",
-    ),
-    (
         ["optimizer.sharding={reduction: all_reduce, max_padding: 0.3}"],
         1,
         "optimizer.sharding.max_padding is set, but optimizer.sharding.reduction is all_reduce, which takes any "

@@ -12,7 +12,7 @@ from steptron.config.loader import load
 from steptron.config.schema import ModelConfig, OptimizerConfig, RoleOptimizerConfig, ShardingConfig
 from steptron.model.layer_spec import LogicalMatrix, ModelSpec, ParameterRole, ParameterSpec, model_spec
 from steptron.model.parameter_shards import MatrixShard, ParameterShard, Place, shard
-from steptron.optim import buffer_plan
+from steptron.optim import buffer_plan, ownership
 from steptron.optim.buffer_plan import BufferPlan, newton_schulz_cost, plan_buffers
 from steptron.optim.ownership import Reduction
 from steptron.optim.rules import HIDDEN_MATRICES, Algorithm
@@ -20,6 +20,12 @@ from steptron.optim.rules import HIDDEN_MATRICES, Algorithm
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pretrain"
 PRESETS = {"nano": CONFIGS / "nano.yaml", "tiny": CONFIGS / "tiny-quickstart.yaml"}
 GROUPS = {"expt_dp": 2, "dp_cp": 4, "tp_dp_cp": 8}
+
+
+@pytest.fixture(autouse=True)
+def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells to the element, so that small numbers show what is meant."""
+    monkeypatch.setattr(ownership, "ALIGNMENT", 1)
 
 
 def model(preset: str) -> ModelConfig:
@@ -134,7 +140,7 @@ def test_a_shared_embedding_lies_apart() -> None:
     """Both stages that have it must cut it alike, whatever else they hold."""
     plans = plans_of(options(), shared=True)
     (embedding,) = (plan for plan in plans if plan.is_shared_embedding)
-    assert roles(embedding) == {ParameterRole.EMBEDDING} and embedding.title == "shared embedding"
+    assert roles(embedding) == {ParameterRole.EMBEDDING} and embedding.title == "shared embedding over dp_cp"
     assert not any(plan.is_shared_embedding for plan in plans_of(options()))
     last = [own for own in trained(model_spec(model("nano"))) if "layers.0" not in own.parameter.name]
     (same,) = (p for p in plan_buffers(last, options(), 1, GROUPS, True) if p.is_shared_embedding)

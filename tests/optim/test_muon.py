@@ -14,12 +14,11 @@ import torch
 from steptron.config.schema import MuonConfig, OptimizerConfig
 from steptron.model.layer_spec import LogicalMatrix, ParameterRole, ParameterSpec
 from steptron.model.parameter_shards import Place, matrices_of, shard
-from steptron.optim import muon
+from steptron.optim import buckets, muon
 from steptron.optim.buffer_plan import Piece
 from steptron.optim.muon import Muon
 from steptron.optim.owned import OwnedPiece
 from steptron.optim.rules import HIDDEN_MATRICES, rule_of
-from steptron.parallel import buckets
 from steptron_kernels.polar_express import plain
 from steptron_kernels.polar_express.choose import choose
 from tests.optim import muon_runs
@@ -166,11 +165,13 @@ def test_deterministic_batches_never_hold_one_matrix_and_have_one_size() -> None
         seen.append(len(m_NRC))
         return plain.polar_express(m_NRC, *args)
 
-    config = OptimizerConfig(lr=0.02)
-    for shapes in ([(8, 12)], [(8, 12)] * 3, [(8, 12)] * 20):
-        _, owned = make_muon(shapes, config)
-        Muon(config.muon, owned, watched, deterministic=True).step(0.1)
-    assert len(set(seen)) == 1 and seen[0] > 1
+    for elements in (1 << 26, 200, 1):
+        config = OptimizerConfig(lr=0.02, muon=MuonConfig(batch_elements=elements))
+        seen.clear()
+        for shapes in ([(8, 12)], [(8, 12)] * 3, [(8, 12)] * 20):
+            _, owned = make_muon(shapes, config)
+            Muon(config.muon, owned, watched, deterministic=True).step(0.1)
+        assert len(set(seen)) == 1 and seen[0] > 1
 
 
 def test_a_matrix_that_is_not_finite_is_named_and_nothing_else_changes() -> None:

@@ -15,9 +15,9 @@ from steptron.config.loader import load
 from steptron.config.schema import OptimizerConfig, ShardingConfig
 from steptron.model.layer_spec import ParameterRole, model_spec
 from steptron.model.parameter_shards import Place, shard
+from steptron.optim import buckets, ownership
 from steptron.optim.buffer_plan import newton_schulz_cost, plan_buffers
 from steptron.optim.ownership import BufferLayout, MatrixRun, Reduction, Unit, balance, lay_out
-from steptron.parallel import buckets
 
 FLASH = Path(__file__).resolve().parents[2] / "configs" / "pretrain" / "step3p5-flash.yaml"
 
@@ -25,6 +25,12 @@ RANKS = st.integers(1, 9)
 PLAIN_UNITS = st.lists(st.integers(1, 60).map(Unit), max_size=12)
 BUCKETS = st.sampled_from([1, 7, 40, 1 << 24])
 REDUCTIONS = st.sampled_from(["auto", "reduce_scatter", "all_reduce"])
+
+
+@pytest.fixture(autouse=True)
+def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells to the element, so that small numbers show what is meant."""
+    monkeypatch.setattr(ownership, "ALIGNMENT", 1)
 
 
 def unit_of(*sizes: int) -> Unit:
@@ -296,3 +302,24 @@ def test_padding_of_everything_else_as_muon_takes_it(ranks: int, percent: float)
     (plan,) = (plan for plan in plans if plan.holds_matrices and plan.replicas == "dp_cp")
     assert sum(own.size for own in plan.shards) == 717_357_056
     assert 100 * plan.layout.scattered_padding == pytest.approx(percent, rel=0.005)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6, 8])
+def test_what_follows_a_cut_parameter_is_aligned(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Whatever the number of ranks: products on GPUs want addresses that are multiples of 16 bytes."""
+    monkeypatch.setattr(ownership, "ALIGNMENT", 64)
+    with mock.patch.object(buckets, "BUCKET_ELEMENTS", 1):
+        layout = lay_out([Unit(size) for size in (4096, 1000, 288 * 64, 64, 4096)], ranks)
+    assert all(offset % 8 == 0 for offset in layout.offsets) and all(span.size % ranks == 0 for span in layout.spans)
+    assert layout.padding <= 64 * ranks * len(layout.spans)
+
+
+def test_later_spans_make_up_for_the_loads_of_earlier_ones() -> None:
+    """Two spans, each with one costly unit: not both to the same rank."""
+    units = [unit_of(60), unit_of(40), unit_of(60), unit_of(40)]
+    with mock.patch.object(buckets, "BUCKET_ELEMENTS", 10):
+        layout = lay_out(units, 2, "reduce_scatter")
+    loads = [0, 0]
+    for run in layout.runs:
+        loads[run.owner] += run.stop - run.start
+    assert loads == [100, 100]

@@ -14,6 +14,7 @@ from steptron.config.loader import load
 from steptron.config.schema import OptimizerConfig
 from steptron.model.layer_spec import LogicalMatrix, ModelSpec, ParameterRole, ParameterSpec
 from steptron.model.parameter_shards import Place, shard
+from steptron.optim import ownership
 from steptron.optim.buffer_plan import plan_buffers
 from steptron.optim.ownership import Reduction
 from steptron.optim.table import BufferSummary, Holding, console_lines, holding, merge
@@ -34,6 +35,12 @@ LAYOUTS = {
     "AdamW, DP4 on 2 nodes": (4, ["optimizer.name=adamw", "parallel.node_size=2"]),
     "frozen router": (2, ["balance.freeze_router=true", "loss.mtp_train_depths=0"]),
 }
+
+
+@pytest.fixture(autouse=True)
+def unaligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells to the element, so that small numbers show what is meant."""
+    monkeypatch.setattr(ownership, "ALIGNMENT", 1)
 
 
 def tabulate(

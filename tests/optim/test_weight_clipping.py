@@ -102,6 +102,16 @@ def test_each_projection_is_scaled_by_its_own_maximum(name: str, ranks: int) -> 
     ]
 
 
+def test_outputs_that_are_not_finite_are_named_and_scale_nothing() -> None:
+    world = Ranks("muon", 2, torch.float32)
+    before = world.values()
+    maxima = torch.zeros(E, 3)
+    maxima[1, 0], maxima[2, 2] = float("inf"), float("nan")
+    clipped = world.clip(maxima, 1.0)
+    assert sorted(item.name for item in clipped) == [f"{PREFIX}.down.weight[2]", f"{PREFIX}.gate.weight[1]"]
+    assert all(torch.equal(value, before[name]) for name, value in world.values().items())
+
+
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
 def test_fp32_weights_behind_bf16_parameters_are_scaled_too(name: str) -> None:
     """And are not rounded on the way: parameters are their roundings."""

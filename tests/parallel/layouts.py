@@ -16,8 +16,8 @@ from steptron.data.batch import MicroBatch
 from steptron.model.layer_spec import ModelSpec
 from steptron.model.parameter_shards import Place, shard
 from steptron.model.router import Router
+from steptron.optim import buckets
 from steptron.optim.ownership import Reduction
-from steptron.parallel import buckets
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import Losses, TrainStep
 

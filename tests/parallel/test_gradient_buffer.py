@@ -15,9 +15,9 @@ from steptron.model.chunks import ModelChunks
 from steptron.model.layer_spec import LogicalMatrix, ParameterRole, ParameterSpec, model_spec
 from steptron.model.parameter_shards import Place, shard
 from steptron.model.stages import Stage, split_stages
+from steptron.optim import buckets, ownership
 from steptron.optim.buffer_plan import BufferPlan, plan_buffers
 from steptron.optim.ownership import Reduction
-from steptron.parallel import buckets
 from steptron.parallel.gradient_buffer import GradientBuffer, GradientBuffers
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.parallel.replica_group import ReplicaGroup, WholeGroup, Work
@@ -176,7 +176,7 @@ def reduce_in_orders(
     issued: list[tuple[str, int]] = []
     parameters = make_parameters()
     group = Watched(dist.group.WORLD, issued)
-    with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements):
+    with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements), mock.patch.object(ownership, "ALIGNMENT", 1):
         buffers = make_buffers(parameters, group, reduction)
     steps = []
     for step in range(2):
@@ -247,7 +247,7 @@ def two_buffers(rank: int, world_size: int, backward_order: list[str]) -> tuple[
         for name, shape in MIXED
     ]
     config = OptimizerConfig(lr=1.0, sharding=ShardingConfig(reduction="reduce_scatter"))
-    with mock.patch.object(buckets, "BUCKET_ELEMENTS", 1):
+    with mock.patch.object(buckets, "BUCKET_ELEMENTS", 1), mock.patch.object(ownership, "ALIGNMENT", 1):
         plans = plan_buffers([shard(spec, Place()) for spec in specs], config, 1, {"dp_cp": world_size})
     buffers = GradientBuffers([GradientBuffer(plan, parameters) for plan in plans], {"dp_cp": group})
     for name in backward_order if rank == 0 else sorted(backward_order):
@@ -278,7 +278,7 @@ def test_only_spans_that_are_complete_are_reduced() -> None:
     group = mock.Mock()
     group.size.return_value = 2
     group.reduce_scatter.return_value = _Started()
-    with mock.patch.object(buckets, "BUCKET_ELEMENTS", 10):
+    with mock.patch.object(buckets, "BUCKET_ELEMENTS", 10), mock.patch.object(ownership, "ALIGNMENT", 1):
         buffers = make_buffers(parameters, group)
     backward(parameters, 1, order=[2, 1, 0, 4])
     assert group.reduce_scatter.call_count == 0
@@ -293,7 +293,7 @@ def shard_model(
 ) -> ShardedModel:
     model = build_model(small_config(), stage, mesh, parallel, **changes)
     fill(model, 0)
-    with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements):
+    with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements), mock.patch.object(ownership, "ALIGNMENT", 1):
         return ShardedModel(ModelChunks([model]), OptimizerConfig(lr=1.0), mesh)
 
 

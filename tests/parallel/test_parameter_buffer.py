@@ -11,8 +11,8 @@ import torch
 from steptron.config.schema import OptimizerConfig, ParallelConfig, ShardingConfig
 from steptron.model.chunks import ModelChunks
 from steptron.model.layer_spec import model_spec
+from steptron.optim import buckets
 from steptron.optim.ownership import Reduction
-from steptron.parallel import buckets
 from steptron.parallel.mesh import build_mesh
 from steptron.parallel.parameter_buffer import ParameterBuffer, ParameterGather
 from steptron.parallel.replica_group import Work
@@ -120,7 +120,7 @@ def test_one_process_moves_and_gathers_nothing() -> None:
     group = mock.Mock()
     group.size.return_value = 1
     (plan,) = plans_for(parameters, 1)
-    assert ParameterBuffer(plan, parameters, group).gather() == []
+    assert ParameterBuffer(plan, parameters, group).transfers() == []
     assert {name: p.data_ptr() for name, p in parameters.items()} == before
 
 
@@ -190,8 +190,8 @@ class _Late:
 
 @pytest.mark.parametrize("reduction", ["reduce_scatter", "all_reduce"])
 def test_parameters_are_waited_for_just_before_their_layer(reduction: str) -> None:
-    """At the start of a forward pass for what lies outside the layers, and then layer by layer; a second forward pass
-    waits for nothing."""
+    """The embedding at the start of a forward pass, then layer by layer, then heads and MTP; a second forward pass waits
+    for nothing."""
     log: list[str] = []
     with mock.patch("steptron.parallel.mesh.Mesh.replicas", lambda mesh, name: _Slow(log)):
         sharded = make_single(reduction)
@@ -209,13 +209,15 @@ def test_parameters_are_waited_for_just_before_their_layer(reduction: str) -> No
     for index, layer in enumerate(layers):
         following = [p for other in layers[index + 1 :] for p in other.parameters()]
         layer.register_forward_pre_hook(look(f"layer {index}", list(layer.parameters()), following))
-    others = [model.embedding.weight, model.head.weight, *model.mtp.parameters()]
-    model.embedding.register_forward_pre_hook(look("embedding", others, list(layers[0].parameters())))
+    heads = [model.head.weight, *model.mtp.parameters()]
+    model.embedding.register_forward_pre_hook(look("embedding", [model.embedding.weight], list(layers[0].parameters())))
+    layers[-1].register_forward_pre_hook(look("last layer", [], heads))
+    model.final_norm.register_forward_pre_hook(look("final norm", heads, []))
     with torch.no_grad():
         sharded.chunks[0](random_batch(48, 1, 6, 0))
     assert all(complete for complete, _ in seen.values()), seen
     # What comes later is still under way.
-    assert len(seen) == 1 + len(layers) and not any(later for _, later in seen.values())
+    assert len(seen) == 3 + len(layers) and not any(later for _, later in seen.values())
     # And nothing is left when the optimizer writes weights again.
     assert _all_fives([p for p in model.parameters() if p.requires_grad])
     waits = len(log)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from steptron.config.checks import check
 from steptron.config.loader import load
-from steptron.parallel import buckets
+from steptron.optim import buckets
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.parallel.replica_group import WholeGroup, Work
 from steptron.train.step import TrainStep

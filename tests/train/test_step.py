@@ -175,6 +175,31 @@ def test_a_batch_without_targets_has_no_loss_to_report(pool: WorkerPool) -> None
     assert guarded
 
 
+def poisoned_momentum(rank: int, world_size: int) -> tuple[str, str, bool]:
+    """What the step after a momentum has become infinite on one rank says, and whether its matrix has kept finite."""
+    train, batches = build(["optimizer.name=muon"])
+    own = batches[train.mesh.data_rank :: train.mesh.data_size]
+    train.run(own, LEARNING_RATE, 0.0)
+    (muon, _) = train.optimizer.members  # type: ignore[attr-defined]
+    name = ""
+    if rank == 0:
+        state = muon.state()["momentum"][0]
+        name = state.owned.name
+        state.tensor[3] = math.inf
+    train.run(own, LEARNING_RATE, 0.0)
+    finite = all(bool(p.isfinite().all()) for _, p in train.chunks.named_parameters())
+    try:
+        train.run(own, LEARNING_RATE, 0.0)
+    except NonFiniteError as error:
+        return name, str(error), finite
+    return name, "", finite
+
+
+def test_momentum_that_is_not_finite_stops_all_ranks_by_name(pool: WorkerPool) -> None:
+    (name, first, finite), (_, second, _) = pool.run(2, poisoned_momentum)
+    assert finite and first == second and f"the update of {name} was NaN or infinite in the step before" in first
+
+
 def total_and_lm(rank: int, world_size: int, overrides: list[str]) -> tuple[float, float, float | None]:
     train, batches = build(["loss.mtp_train_depths=0", *overrides])
     losses = train.accumulate_gradients(batches).losses

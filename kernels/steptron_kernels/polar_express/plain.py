@@ -11,8 +11,9 @@ tensors whose values are rounded.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from steptron_kernels.polar_express.coefficients import Row
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What the iteration can be rounded to."""
-
-_ELEMENTS_AT_ONCE = 1 << 26
-"""How much of a batch is worked on at once, so that intermediates take some hundreds of MB at most."""
 
 
 def polar_express(m_NRC: Tensor, rows: Sequence[Row], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,11 +43,26 @@ def polar_express(m_NRC: Tensor, rows: Sequence[Row], dtype: torch.dtype) -> tup
         ValueError: ``m_NRC`` is no such batch, or ``dtype`` is none of these.
     """
     check(m_NRC, dtype)
-    _, r, c = m_NRC.shape
-    at_once = max(1, _ELEMENTS_AT_ONCE // (r * c))
-    parts = [_iterate(m.mT if r > c else m, rows, dtype) for m in m_NRC.split(at_once)]
-    o_NRC = torch.cat([o.mT if r > c else o for o, _ in parts]).to(m_NRC.dtype)
-    return o_NRC, torch.cat([largest for _, largest in parts])
+    is_tall = m_NRC.shape[1] > m_NRC.shape[2]
+    with _exact_sums():
+        o_NRC, largest_N = _iterate(m_NRC.mT if is_tall else m_NRC, rows, dtype)
+    return (o_NRC.mT if is_tall else o_NRC).to(m_NRC.dtype), largest_N
+
+
+@contextlib.contextmanager
+def _exact_sums() -> Iterator[None]:
+    """Within it CUDA adds products up in float32 throughout: by default torch lets it round partial sums to 16 bits,
+    and float32 operands to TF32 where that was allowed."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
+    before = {name: getattr(matmul, name) for name in names}
+    try:
+        for name in names:
+            setattr(matmul, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
 def check(m_NRC: Tensor, dtype: torch.dtype) -> None:

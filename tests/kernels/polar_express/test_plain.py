@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from steptron_kernels import extension
-from steptron_kernels.polar_express import plain as plain_version
 from steptron_kernels.polar_express.choose import PolarExpress, choose
 from steptron_kernels.polar_express.coefficients import TABLE, polar_express_rows
 from steptron_kernels.polar_express.native import polar_express as native
@@ -59,12 +58,21 @@ def test_float16_against_torchs_own(shape: tuple[int, int, int]) -> None:
         assert (after == expected).float().mean() >= 0.9
 
 
-def test_a_batch_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    m_NRC = normal(5, 4, 6)
-    whole = plain(m_NRC, SIX, torch.float32)
-    monkeypatch.setattr(plain_version, "_ELEMENTS_AT_ONCE", 50)
-    for a, b in zip(whole, plain(m_NRC, SIX, torch.float32), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+def test_sums_on_cuda_are_float32_throughout_and_settings_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
+    seen = []
+    product = torch.bmm
+
+    def watched(*args: torch.Tensor) -> torch.Tensor:
+        seen.append([getattr(matmul, name) for name in names])
+        return product(*args)
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    before = [getattr(matmul, name) for name in names]
+    plain(normal(2, 4, 6), SIX, torch.float16)
+    assert seen == [[False, False, False]] * 6
+    assert [getattr(matmul, name) for name in names] == before
 
 
 @both

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from steptron.parallel.buckets import BUCKET_ELEMENTS, bucket_runs
+from steptron.optim.buckets import BUCKET_ELEMENTS, bucket_runs
 
 
 def test_a_bucket_ends_with_the_parameter_that_fills_it() -> None:
