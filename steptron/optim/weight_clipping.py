@@ -48,8 +48,8 @@ def clip_weights(
         threshold: tau.
 
     Returns:
-        The projections of which this rank owns the first element, in the order of ``owned``. Those whose largest norm is
-        not finite are among them, and keep their weights.
+        The projections of which this rank owns the first element, in the order of ``owned``. Those whose largest norm
+        is not finite are among them, and keep their weights.
     """
     masters = {id(state.owned): state.tensor for state in optimizer.state().get("master", ())}
     host = {prefix: maximum_E3.tolist() for prefix, maximum_E3 in maxima.items()}

@@ -56,8 +56,8 @@ class WeightClipping:
         if bad := [item.name for item in clipped if not math.isfinite(item.largest)]:
             shown = ", ".join(bad[:20]) + (f" and {len(bad) - 20} more" if len(bad) > 20 else "")
             raise UserError(
-                f"weight clipping: outputs of {shown} have been NaN or infinite: no checkpoint was written, the last one "
-                "is as it was. Lower optimizer.lr and run again"
+                f"weight clipping: outputs of {shown} have been NaN or infinite: no checkpoint was written, the last "
+                "one is as it was. Lower optimizer.lr and run again"
             )
         if clipped:
             self._sharded.gather.start()

@@ -190,8 +190,8 @@ class _Late:
 
 @pytest.mark.parametrize("reduction", ["reduce_scatter", "all_reduce"])
 def test_parameters_are_waited_for_just_before_their_layer(reduction: str) -> None:
-    """The embedding at the start of a forward pass, then layer by layer, then heads and MTP; a second forward pass waits
-    for nothing."""
+    """The embedding at the start of a forward pass, then layer by layer, then heads and MTP; a second forward pass
+    waits for nothing."""
     log: list[str] = []
     with mock.patch("steptron.parallel.mesh.Mesh.replicas", lambda mesh, name: _Slow(log)):
         sharded = make_single(reduction)
