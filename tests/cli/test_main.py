@@ -146,7 +146,7 @@ def test_config_check() -> None:
         "  model     9 layers, 1 MTP, hidden 64, 8 experts top 2, S3F1+heads+gate",
         "  parallel  pipeline 1 x data 4; experts over 2",
         "  batch     16 sequences of 128 tokens: 2 x 2 per rank",
-        "  training  100 steps, adamw, fp32",
+        "  training  100 steps, muon, fp32",
     ]
 
 

@@ -10,6 +10,7 @@ from steptron.errors import ConfigError, UserError
 from tests.config.samples import MINIMAL, write
 
 SIZE = "a whole number greater than 0 and of at most 2147483647"
+RATE = "a finite number greater than 0 and of at most 1e+16"
 
 
 @pytest.fixture(autouse=True)
@@ -199,11 +200,11 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
         ("train.steps=", f"train.steps: null is not {SIZE} (optimizer steps)"),
         ("train.steps=0", f"train.steps: 0 is not {SIZE} (optimizer steps)"),
         ("train.steps=[1, 2]", f"train.steps: a list of 2 is not {SIZE} (optimizer steps)"),
-        ("optimizer.lr=fast", "optimizer.lr: 'fast' is not a finite number greater than 0 (peak learning rate)"),
-        ("optimizer.lr=.nan", "optimizer.lr: .nan is not a finite number greater than 0 (peak learning rate)"),
-        ("optimizer.lr=.inf", "optimizer.lr: .inf is not a finite number greater than 0 (peak learning rate)"),
-        ("optimizer.lr=-1e-3", "optimizer.lr: -0.001 is not a finite number greater than 0 (peak learning rate)"),
-        ("optimizer.lr=true", "optimizer.lr: true is not a finite number greater than 0 (peak learning rate)"),
+        ("optimizer.lr=fast", f"optimizer.lr: 'fast' is not {RATE} (peak learning rate)"),
+        ("optimizer.lr=.nan", f"optimizer.lr: .nan is not {RATE} (peak learning rate)"),
+        ("optimizer.lr=.inf", f"optimizer.lr: .inf is not {RATE} (peak learning rate)"),
+        ("optimizer.lr=-1e-3", f"optimizer.lr: -0.001 is not {RATE} (peak learning rate)"),
+        ("optimizer.lr=true", f"optimizer.lr: true is not {RATE} (peak learning rate)"),
         (
             "optimizer.beta1=1.0",
             "optimizer.beta1: 1.0 is not a finite number of at least 0 and less than 1 "
