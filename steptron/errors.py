@@ -20,3 +20,8 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{title}: {count}", *(f"  - {problem}" for problem in self.problems)]))
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Names for a message, the first twenty written out."""
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -23,7 +23,7 @@ from steptron.config.schema import (
     TrainConfig,
 )
 from steptron.errors import ConfigError
-from steptron.model.layer_spec import ParameterRole, ParameterSpec, model_spec
+from steptron.model.layer_spec import ParameterRole, model_spec
 from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES
 from steptron_kernels.extension import has_fast_bf16, why_unfit
 
@@ -530,7 +530,8 @@ def _optimizer(config: PretrainConfig) -> Iterator[str]:
 def _roles(config: PretrainConfig) -> Iterator[str]:
     """What ``optimizer.roles`` says must name parameters that the run trains, and be possible for them."""
     optimizer = config.optimizer
-    trained = {matrix.role for parameter in _trained_parameters(config) for matrix in parameter.matrices}
+    parameters = model_spec(config.model).trained_parameters(config.loss.mtp_train_depths, config.balance.freeze_router)
+    trained = {matrix.role for parameter in parameters for matrix in parameter.matrices}
     for name, own in optimizer.roles.items():
         field = f"optimizer.roles.{name}"
         if name not in {role.value for role in TRAINED_ROLES}:
@@ -551,15 +552,6 @@ def _roles(config: PretrainConfig) -> Iterator[str]:
             yield f"{field}.optimizer is muon, which takes matrices of features ({_listed(possible)}): leave it out"
         if own.decay and optimizer.weight_decay == 0:
             yield f"{field}.decay is true, but optimizer.weight_decay is 0: leave it out, or set that"
-
-
-def _trained_parameters(config: PretrainConfig) -> list[ParameterSpec]:
-    """Those that get gradients."""
-    spec = model_spec(config.model)
-    untrained = {ParameterRole.ROUTER_BIAS, *((ParameterRole.ROUTER,) if config.balance.freeze_router else ())}
-    parameters = [*spec.main_parameters()]
-    parameters += [parameter for depth in spec.mtp[: config.loss.mtp_train_depths] for parameter in depth.parameters()]
-    return [parameter for parameter in parameters if parameter.role not in untrained]
 
 
 def _is_set(section: Section, name: str) -> bool:

@@ -19,8 +19,8 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 # Their product, times a matrix's scale, must be a float32 number.
-LearningRate = Annotated[float, Field(gt=0, le=1e16)]
-Multiplier = Annotated[float, Field(ge=0, le=1e16)]
+LearningRate = Annotated[float, Field(gt=0, le=1e30)]
+Multiplier = Annotated[float, Field(ge=0, le=1e4)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 # float32 makes 0 of much smaller numbers, and 0/0 of what they should keep finite.
 Epsilon = Annotated[float, Field(ge=1e-30)]

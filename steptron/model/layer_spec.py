@@ -240,6 +240,13 @@ class ModelSpec:
         """Every parameter of the model, MTP included."""
         return self.main_parameters() + [parameter for depth in self.mtp for parameter in depth.parameters()]
 
+    def trained_parameters(self, mtp_depths: int, freeze_router: bool) -> list[ParameterSpec]:
+        """Those that get gradients, in module order, when so many MTP depths run: no selection biases, and no router
+        that is frozen."""
+        untrained = {ParameterRole.ROUTER_BIAS} | ({ParameterRole.ROUTER} if freeze_router else set())
+        running = [parameter for depth in self.mtp[:mtp_depths] for parameter in depth.parameters()]
+        return [parameter for parameter in self.main_parameters() + running if parameter.role not in untrained]
+
     @property
     def moe_layers(self) -> tuple[LayerSpec, ...]:
         return tuple(layer for layer in self.layers if isinstance(layer.ffn, MoeFfnSpec))

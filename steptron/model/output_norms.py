@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from steptron.model.chunks import ModelChunks
 from steptron.model.experts import GroupedExperts
+from steptron.model.layer_spec import ParameterRole
 from steptron.model.moe import MoeFfn
 from steptron_kernels.experts.plain import grouped_linear
 from steptron_kernels.experts.plan import RowPlan
 from steptron_kernels.swiglu.plain import swiglu
 
-PROJECTIONS = ("gate", "up", "down")
+PROJECTIONS = (ParameterRole.EXPERT_GATE, ParameterRole.EXPERT_UP, ParameterRole.EXPERT_DOWN)
 """Their order in :attr:`OutputNorms.maxima`."""
 
 

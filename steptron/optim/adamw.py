@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from steptron.config.schema import OptimizerConfig
-from steptron.optim.base import MasterWeights, StateTensor
+from steptron.optim.base import MasterWeights, Optimizer, StateTensor
 from steptron.optim.owned import OwnedPiece
 from steptron.optim.rules import Rule
 from steptron_kernels.packed_weights import weights_changed
 
 
-class AdamW:
+class AdamW(Optimizer):
     """AdamW with decoupled weight decay (arXiv 1711.05101) on fp32 weights."""
 
     def __init__(self, config: OptimizerConfig, owned: Sequence[OwnedPiece]) -> None:
@@ -59,12 +59,6 @@ class AdamW:
             for kind, tensors in states.items():
                 tensors.append(StateTensor(piece, self._engine.state[weight][kind]))
         return states | self._master.state()
-
-    def num_non_finite(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64)  # finite gradients give finite updates
-
-    def non_finite(self) -> list[str]:
-        return []
 
     @property
     def num_steps(self) -> int:

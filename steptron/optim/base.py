@@ -32,12 +32,15 @@ class Optimizer(Protocol):
         ...
 
     def num_non_finite(self) -> torch.Tensor:
-        """Pieces whose last update was not finite and was left out; float64 scalar, on the device."""
-        ...
+        """Pieces whose last update was not finite and was left out; float64 scalar, on the device.
+
+        None, where finite gradients give finite updates.
+        """
+        return torch.zeros((), dtype=torch.float64)
 
     def non_finite(self) -> list[str]:
         """Their names."""
-        ...
+        return []
 
     @property
     def num_steps(self) -> int:

@@ -169,10 +169,7 @@ class Muon:
 
     def _whole(self, pieces: Sequence[OwnedPiece], tensors: Sequence[Tensor]) -> Tensor:
         """Whole wide matrices [N, R, C], of each of which this rank has [n]."""
-        return self._gathered(pieces, torch.stack([_wide(*pair) for pair in zip(pieces, tensors, strict=True)]))
-
-    def _gathered(self, pieces: Sequence[OwnedPiece], m_NRC: Tensor) -> Tensor:
-        """The whole matrices of tensor-parallel parts."""
+        m_NRC = torch.stack([_wide(*pair) for pair in zip(pieces, tensors, strict=True)])
         if _place(pieces[0]).is_whole:
             return m_NRC
         assert self._tensor_group is not None

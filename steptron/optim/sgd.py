@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from steptron.optim.base import MasterWeights, StateTensor
+from steptron.optim.base import MasterWeights, Optimizer, StateTensor
 from steptron.optim.owned import OwnedPiece
 
 
-class Sgd:
+class Sgd(Optimizer):
     """w <- w - lr * (gradient + weight_decay * w); no momentum. Decay skips what AdamW's skips."""
 
     def __init__(self, owned: Sequence[OwnedPiece]) -> None:
@@ -30,12 +30,6 @@ class Sgd:
 
     def state(self) -> Mapping[str, Sequence[StateTensor]]:
         return self._master.state()
-
-    def num_non_finite(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64)  # finite gradients give finite updates
-
-    def non_finite(self) -> list[str]:
-        return []
 
     @property
     def num_steps(self) -> int:

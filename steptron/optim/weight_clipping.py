@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steptron.model.layer_spec import EXPERT_ROLES, ParameterRole
+from steptron.model.layer_spec import EXPERT_ROLES
+from steptron.model.output_norms import PROJECTIONS
 from steptron.model.parameter_shards import matrices_of
 from steptron.optim.base import Optimizer
 from steptron.optim.owned import OwnedPiece
-
-COLUMNS = {ParameterRole.EXPERT_GATE: 0, ParameterRole.EXPERT_UP: 1, ParameterRole.EXPERT_DOWN: 2}
-"""Of the maxima, by the projection's role."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,14 @@ def clip_weights(
     for piece in owned:
         for run in _projections(piece):
             largest = host[run.prefix][run.expert][run.column]
-            if run.is_first and not math.isfinite(largest):
-                clipped.append(Clipped(run.name, largest))
-            if not threshold < largest < math.inf:
+            if largest <= threshold:  # NaN is not
                 continue
-            part = slice(run.start, run.stop)
-            weight = masters.get(id(piece), piece.weight)[part]
-            weight.mul_(threshold / largest)
-            if id(piece) in masters:
-                piece.weight[part].copy_(weight)
+            if math.isfinite(largest):
+                part = slice(run.start, run.stop)
+                weight = masters.get(id(piece), piece.weight)[part]
+                weight.mul_(threshold / largest)
+                if id(piece) in masters:
+                    piece.weight[part].copy_(weight)
             if run.is_first:
                 clipped.append(Clipped(run.name, largest))
     return clipped
@@ -106,7 +103,7 @@ def _projections(owned: OwnedPiece) -> Iterator[_Run]:
             yield _Run(
                 prefix,
                 expert,
-                COLUMNS[place.part.matrix.role],
+                PROJECTIONS.index(place.part.matrix.role),
                 start - piece.start,
                 stop - piece.start,
                 start == place.start,

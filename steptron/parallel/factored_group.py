@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from steptron.parallel.collectives import all_gather, reduce_scatter
-from steptron.parallel.factors import Factor, split_by_node
+from steptron.parallel.factors import Factor, ranks_by_cell, split_by_node
 from steptron.parallel.replica_group import WholeGroup, Work
 from steptron.parallel.traffic import Kind, Traffic, wire_bytes
 
@@ -43,6 +43,7 @@ class FactoredGroup:
     Attributes:
         intra, inter: the factors; one of them is ``group`` itself where there is nothing to factor, the other
             one None.
+        ranks_by_cell: global rank of the owner of each cell.
         traffic: what this rank has handed to each factor's collectives so far; broadcasts, which go over the whole
             group, are left out.
 
@@ -54,7 +55,9 @@ class FactoredGroup:
         self.whole = group
         self.traffic = dict.fromkeys(Factor, Traffic())
         self._whole = WholeGroup(group)
-        nodes = split_by_node(dist.get_process_group_ranks(group), node_size)
+        ranks = dist.get_process_group_ranks(group)
+        self.ranks_by_cell = tuple(ranks_by_cell(ranks, node_size))
+        nodes = split_by_node(ranks, node_size)
         self.intra = group if len(nodes) == 1 else None
         self.inter = group if len(nodes[0]) == 1 and len(nodes) > 1 else None
         self._queue: list[_Staged] = []
@@ -64,9 +67,6 @@ class FactoredGroup:
         rank = dist.get_rank()
         (node,) = (members for members in nodes if rank in members)
         column = [members[node.index(rank)] for members in nodes]
-        # Cell i * nodes + j belongs to member i of node j; of every cell the group's rank.
-        ranks = dist.get_process_group_ranks(group)
-        self._by_cell = [ranks.index(members[i]) for i in range(len(node)) for members in nodes]
 
         def create(ranks: list[int], purpose: str) -> dist.ProcessGroup:
             created = dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=purpose)
@@ -92,16 +92,7 @@ class FactoredGroup:
     @property
     def cell(self) -> int:
         """Which of the equal cells of a tensor this member owns: those of the first members of all nodes come first."""
-        if self.intra is None or self.inter is None:
-            return self._whole.cell
-        return self.intra.rank() * self.inter.size() + self.inter.rank()
-
-    @property
-    def ranks_by_cell(self) -> tuple[int, ...]:
-        """Global rank of the owner of each cell."""
-        if self.intra is None or self.inter is None:
-            return self._whole.ranks_by_cell
-        return tuple(self._whole.ranks_by_cell[member] for member in self._by_cell)
+        return self.ranks_by_cell.index(dist.get_rank())
 
     def group_names(self, name: str) -> dict[str, str]:
         """Names of the factors, "NAME.intra" and "NAME.inter", by torch's ``group_name``."""
@@ -148,8 +139,8 @@ class FactoredGroup:
         if self.inter is None or self.intra is None:
             self._count_whole(Kind.REDUCE_SCATTER, flat)
             return self._whole.reduce_scatter(flat)
-        part = flat.chunk(self.intra.size())[self.intra.rank()]
-        own = part.chunk(self.inter.size())[self.inter.rank()]
+        part = _cell_of(flat, self.intra)
+        own = _cell_of(part, self.inter)
         steps = (
             _Step(0, Kind.REDUCE_SCATTER, self.intra, flat, part),
             _Step(1, Kind.REDUCE_SCATTER, self.inter, part, own),
@@ -166,8 +157,8 @@ class FactoredGroup:
         if self.inter is None or self.intra is None:
             self._count_whole(Kind.ALL_GATHER, flat)
             return self._whole.all_gather(flat)
-        part = flat.chunk(self.intra.size())[self.intra.rank()]
-        own = part.chunk(self.inter.size())[self.inter.rank()]
+        part = _cell_of(flat, self.intra)
+        own = _cell_of(part, self.inter)
         steps = (
             _Step(0, Kind.ALL_GATHER, self._gather_between, part, own),
             _Step(2, Kind.ALL_GATHER, self._gather_within, flat, part),
@@ -176,8 +167,7 @@ class FactoredGroup:
 
     def broadcast(self, data: torch.Tensor, cell: int) -> Work:
         """Starts to give the tensor of the member that owns ``cell`` to all, over the whole group at once."""
-        is_whole = self.inter is None or self.intra is None
-        return self._whole.broadcast(data, cell if is_whole else self._by_cell[cell])
+        return self._whole.broadcast(data, self._whole.ranks_by_cell.index(self.ranks_by_cell[cell]))
 
     def complete(self, staged: _Staged) -> None:
         """Waits for a collective and for those that were started before it, turn by turn over all of them, so
@@ -294,3 +284,8 @@ def _flat(data: torch.Tensor) -> torch.Tensor:
     if not data.is_contiguous():
         raise ValueError(f"collectives in place take contiguous tensors only; strides are {data.stride()}")
     return data.view(-1)
+
+
+def _cell_of(data: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's equal part of a tensor."""
+    return data.chunk(group.size())[group.rank()]

@@ -40,3 +40,19 @@ def split_by_node(ranks: Sequence[int], node_size: int) -> list[list[int]]:
             "or leave it unset to reduce gradients in one step"
         )
     return list(nodes.values())
+
+
+def ranks_by_cell(ranks: Sequence[int], node_size: int | None) -> list[int]:
+    """The owner of each of the equal cells of a tensor that the members of a group share.
+
+    Where collectives go within nodes and then between them, cells of the first members of all nodes come first.
+
+    Args:
+        ranks: global ranks of the group's members.
+        node_size: ranks per node; None where nothing is factored.
+
+    Raises:
+        ValueError: nodes have different numbers of members.
+    """
+    nodes = [list(ranks)] if node_size is None else split_by_node(ranks, node_size)
+    return [members[place] for place in range(len(nodes[0])) for members in nodes]

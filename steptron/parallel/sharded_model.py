@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class ShardedModel:
 
     Args:
         chunks: the model; parameters may move in memory.
-        config: the optimizer, which decides who owns what.
+        plans: the gradient buffers, as :func:`buffer_plans` gives them.
         mesh: the process groups.
 
     Attributes:
@@ -61,16 +61,15 @@ class ShardedModel:
         gather: brings parameters back from their owners.
     """
 
-    def __init__(self, chunks: ModelChunks, config: OptimizerConfig, mesh: Mesh) -> None:
-        self._embedding_group: dist.ProcessGroup | None = None
-        self.plans = buffer_plans(chunks, config, mesh)
-        self._groups: dict[str, ReplicaGroup] = {plan.replicas: mesh.replicas(plan.replicas) for plan in self.plans}
+    def __init__(self, chunks: ModelChunks, plans: Sequence[BufferPlan], mesh: Mesh) -> None:
+        self.plans = list(plans)
+        self._groups: dict[str, ReplicaGroup] = {plan.replicas: mesh.replicas(plan.replicas) for plan in plans}
         parameters = dict(chunks.named_parameters())
         # Parameters first: while they move they exist twice, before there are gradients.
         self.gather = ParameterGather(
-            [ParameterBuffer(plan, parameters, self._groups[plan.replicas]) for plan in self.plans]
+            [ParameterBuffer(plan, parameters, self._groups[plan.replicas]) for plan in plans]
         )
-        self.gradients = GradientBuffers([GradientBuffer(plan, parameters) for plan in self.plans], self._groups)
+        self.gradients = GradientBuffers([GradientBuffer(plan, parameters) for plan in plans], self._groups)
         self.chunks = [DataParallel(chunk, self.gather) for chunk in chunks]
         self.owned = [
             piece

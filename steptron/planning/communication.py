@@ -108,7 +108,7 @@ class _Formula:
         self.own = placement.coordinates(rank)
         self.stages = placement.chunks(self.own.pipeline)
         self.element = _ELEMENT_BYTES[config.train.precision]
-        self.sizes = _group_sizes(placement)
+        self.sizes = placement.group_sizes
         self.ranks = placement.groups(rank)
         self.buffers = buffers
         self.sizes |= self._factors()
@@ -345,22 +345,3 @@ class _Formula:
             nodes = split_by_node(self.ranks[group], node_size)
             sizes |= {f"{group}.{Factor.INTRA}": len(nodes[0]), f"{group}.{Factor.INTER}": len(nodes)}
         return sizes
-
-
-def _group_sizes(placement: Placement) -> dict[str, int]:
-    """By the names of ``ProcessGroupCollection``. Experts are whole (expert-TP 1), so that "tp_ep" has EP's ranks."""
-    stage, tensor, context = placement.stage_size, placement.tensor, placement.context
-    return {
-        "tp": tensor,
-        "cp": context,
-        "tp_cp": tensor * context,
-        "pp": placement.pipeline,
-        "embd": min(placement.pipeline, 2),
-        "dp": placement.data,
-        "dp_cp": placement.data * context,
-        "tp_dp_cp": stage,
-        "ep": placement.expert,
-        "tp_ep": placement.expert,
-        "expt_dp": placement.expert_data,
-        "world": placement.world_size,
-    }

@@ -15,7 +15,7 @@ from steptron.optim.batches import Batch, batches_of
 from steptron.optim.buffer_plan import BufferPlan, Piece, newton_schulz_cost, plan_buffers
 from steptron.optim.ownership import Reduction
 from steptron.optim.rules import Algorithm
-from steptron.parallel.factors import split_by_node
+from steptron.parallel.factors import ranks_by_cell
 from steptron.planning.placement import HeldParameter, Placement
 
 
@@ -53,9 +53,9 @@ class BufferFigures:
 
 def trained_parts(config: PretrainConfig, placement: Placement, rank: int) -> list[HeldParameter]:
     """Of what a rank holds, what gets gradients, in module order."""
-    idle = idle_parameters(placement)
-    frozen = {ParameterRole.ROUTER_BIAS} | ({ParameterRole.ROUTER} if config.balance.freeze_router else set())
-    return [part for part in placement.held(rank) if part.shard.parameter.role not in frozen and part.name not in idle]
+    trained = placement.spec.trained_parameters(placement.mtp_depths, config.balance.freeze_router)
+    names = {parameter.name for parameter in trained}
+    return [part for part in placement.held(rank) if part.name in names]
 
 
 def idle_parameters(placement: Placement) -> frozenset[str]:
@@ -75,11 +75,7 @@ def rank_buffers(config: PretrainConfig, placement: Placement, rank: int) -> lis
         [part.shard for part in trained],
         config.optimizer,
         placement.tensor,
-        {
-            "dp_cp": placement.data * placement.context,
-            "tp_dp_cp": placement.stage_size,
-            "expt_dp": placement.expert_data,
-        },
+        placement.group_sizes,
         embedding_is_shared=placement.mtp_depths > 0
         and any(
             part.shard.parameter.role is ParameterRole.EMBEDDING
@@ -97,10 +93,7 @@ def cells_of(ranks: Sequence[int], node_size: int | None) -> dict[int, int]:
         node_size: ranks per node, where reductions are factored by nodes: cells of the first members of all nodes
             come first then.
     """
-    if node_size is None:
-        return {rank: cell for cell, rank in enumerate(ranks)}
-    nodes = split_by_node(ranks, node_size)
-    return {rank: place * len(nodes) + node for node, members in enumerate(nodes) for place, rank in enumerate(members)}
+    return {rank: cell for cell, rank in enumerate(ranks_by_cell(ranks, node_size))}
 
 
 def owned_pieces(config: PretrainConfig, placement: Placement, rank: int, buffers: Sequence[BufferPlan]) -> list[Piece]:

@@ -98,6 +98,25 @@ class Placement:
         expert_data, expert = divmod(inside, self.expert)
         return Coordinates(pipeline, tensor, context, data, expert, expert_data)
 
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Ranks of the groups, by the names of ``ProcessGroupCollection``, and of all. Experts are whole (expert-TP 1),
+        so that "tp_ep" has EP's ranks."""
+        return {
+            "tp": self.tensor,
+            "cp": self.context,
+            "tp_cp": self.tensor * self.context,
+            "pp": self.pipeline,
+            "embd": min(self.pipeline, 2),
+            "dp": self.data,
+            "dp_cp": self.data * self.context,
+            "tp_dp_cp": self.stage_size,
+            "ep": self.expert,
+            "tp_ep": self.expert,
+            "expt_dp": self.expert_data,
+            "world": self.world_size,
+        }
+
     def groups(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The ranks of each group that a rank belongs to, by the names of Megatron-Core's
         ``ProcessGroupCollection``."""

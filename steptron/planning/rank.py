@@ -152,9 +152,9 @@ def _built_chunk(index: int, module: StepModel, mesh: Mesh) -> BuiltChunk:
 
 def _buffers(chunks: ModelChunks, config: PretrainConfig, mesh: Mesh) -> Iterator[BuiltBuffer]:
     from steptron.optim.ownership import Reduction
-    from steptron.parallel.sharded_model import ShardedModel
+    from steptron.parallel.sharded_model import ShardedModel, buffer_plans
 
-    sharded = ShardedModel(chunks, config.optimizer, mesh)
+    sharded = ShardedModel(chunks, buffer_plans(chunks, config.optimizer, mesh), mesh)
     for buffer in sharded.gradients:
         group = getattr(mesh.groups, buffer.plan.replicas)
         factored = mesh.by_node.get(buffer.plan.replicas)

@@ -6,7 +6,7 @@ import math
 
 import torch.distributed as dist
 
-from steptron.errors import UserError
+from steptron.errors import UserError, some_of
 from steptron.model.chunks import ModelChunks
 from steptron.model.output_norms import OutputNorms
 from steptron.optim.base import Optimizer
@@ -54,10 +54,9 @@ class WeightClipping:
         dist.all_gather_object(of_ranks, own)
         clipped = [item for items in of_ranks for item in items]
         if bad := [item.name for item in clipped if not math.isfinite(item.largest)]:
-            shown = ", ".join(bad[:20]) + (f" and {len(bad) - 20} more" if len(bad) > 20 else "")
             raise UserError(
-                f"weight clipping: outputs of {shown} have been NaN or infinite: no checkpoint was written, the last "
-                "one is as it was. Lower optimizer.lr and run again"
+                f"weight clipping: outputs of {some_of(bad)} have been NaN or infinite: no checkpoint was written, "
+                "the last one is as it was. Lower optimizer.lr and run again"
             )
         if clipped:
             self._sharded.gather.start()

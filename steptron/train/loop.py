@@ -7,7 +7,7 @@ import gc
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from steptron.data.sampler import SampleSource, validation_datasets
 from steptron.errors import UserError
 from steptron.model.chunks import ModelChunks
 from steptron.model.kernels import describe_kernels
+from steptron.optim.buffer_plan import BufferPlan
 from steptron.optim.diagnostics import MuonDiagnostics, muon_of
 from steptron.optim.schedule import bias_update_rate, learning_rate
 from steptron.parallel.mesh import Mesh, build_mesh
@@ -83,11 +84,12 @@ class Pretraining:
         if fresh:
             self._delete_run()
         newest = self._newest_checkpoint()
-        self._is_complete = False
         # What does not fit the checkpoint is refused before anything is built or written.
-        changed = [] if newest is None else self._changes_since(newest)
+        changed, is_complete = ([], False) if newest is None else self._examine(newest)
         initial = self._initial_weights() if newest is None else None
-        self.step = TrainStep(config, self.mesh, self.device, initial, before_buffers=self._show_ownership)
+        # The folder's table stays that of the run that has ended.
+        show = None if is_complete else self._show_ownership
+        self.step = TrainStep(config, self.mesh, self.device, initial, before_buffers=show)
         self.batches = BatchSchedule(config.train)
         self.progress = Progress() if newest is None else self._resume(newest, changed)
 
@@ -260,11 +262,11 @@ class Pretraining:
         self._say("\n  changed: ".join([f"starting from the weights of {weights.path}", *noted]))
         return weights
 
-    def _changes_since(self, folder: Path) -> list[str]:
+    def _examine(self, folder: Path) -> tuple[list[str], bool]:
+        """What has changed since a checkpoint, and whether the run has ended with it."""
         manifest = read_manifest(folder)
         noted = changes(read_config(folder), self.config, manifest, self._datasets)
-        self._is_complete = manifest.progress is not None and manifest.progress.step >= self.config.train.steps
-        return noted
+        return noted, manifest.progress is not None and manifest.progress.step >= self.config.train.steps
 
     def _resume(self, folder: Path, changed: list[str]) -> Progress:
         progress = save_load.load(folder, self.step.chunks, self.step.optimizer, self.mesh)
@@ -322,10 +324,8 @@ class Pretraining:
         with contextlib.closing(log):
             yield MuonDiagnostics(muon, config, log, answers_for_cut=self.mesh.tensor_rank == 0)
 
-    def _show_ownership(self, chunks: ModelChunks) -> None:
-        if self._is_complete:
-            return  # the folder's table is that of the run that has ended
-        table = report_ownership(self.config, chunks, self.mesh)
+    def _show_ownership(self, chunks: ModelChunks, plans: Sequence[BufferPlan]) -> None:
+        table = report_ownership(self.config, chunks, plans, self.mesh)
         if table is not None:
             self._say(table)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,16 +12,18 @@ from steptron.config.schema import PretrainConfig
 from steptron.model.chunks import ModelChunks
 from steptron.model.parameter_shards import shard
 from steptron.model.transformer_config import DTYPES
+from steptron.optim.buffer_plan import BufferPlan
 from steptron.optim.table import Holding, console_lines, holding, in_model_order, merge, to_tsv
 from steptron.parallel.mesh import Mesh
-from steptron.parallel.sharded_model import buffer_plans
 from steptron.platform.distributed import on_first_rank
 
 TABLE_NAME = "parameters.tsv"
 """Name of the table in a run's output folder."""
 
 
-def report_ownership(config: PretrainConfig, chunks: ModelChunks, mesh: Mesh) -> str | None:
+def report_ownership(
+    config: PretrainConfig, chunks: ModelChunks, plans: Sequence[BufferPlan], mesh: Mesh
+) -> str | None:
     """Writes the whole table to ``parameters.tsv`` in the run's folder. Every rank must call it.
 
     Returns:
@@ -30,7 +33,7 @@ def report_ownership(config: PretrainConfig, chunks: ModelChunks, mesh: Mesh) ->
         UserError: on every rank: the file cannot be written.
         ValueError: a matrix that is to be orthogonalised is not what its spec declares.
     """
-    whole = _gathered(_own(config, chunks, mesh), mesh)
+    whole = _gathered(_own(config, chunks, plans, mesh), mesh)
     path: Path = config.train.output / TABLE_NAME
 
     def write() -> None:
@@ -43,8 +46,7 @@ def report_ownership(config: PretrainConfig, chunks: ModelChunks, mesh: Mesh) ->
     return "\n".join([*console_lines(whole), f"every parameter with its owner: {path}"])
 
 
-def _own(config: PretrainConfig, chunks: ModelChunks, mesh: Mesh) -> Holding:
-    plans = buffer_plans(chunks, config.optimizer, mesh)
+def _own(config: PretrainConfig, chunks: ModelChunks, plans: Sequence[BufferPlan], mesh: Mesh) -> Holding:
     specs = {parameter.name: parameter for parameter in chunks.spec.parameters()}
     return holding(
         plans,

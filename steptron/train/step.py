@@ -13,17 +13,19 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from steptron.checkpoint.weights import Weights
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
+from steptron.errors import some_of
 from steptron.model.balance import BalanceContext, bias_update
 from steptron.model.chunks import ModelChunks, build_chunks
 from steptron.model.init import initialise
 from steptron.model.kernels import choose_kernels
 from steptron.model.layer_spec import ModelSpec, model_spec
 from steptron.model.transformer_config import DTYPES, transformer_config
+from steptron.optim.buffer_plan import BufferPlan
 from steptron.optim.build import build_optimizer
 from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh
 from steptron.parallel.sequence_shard import SequenceShard
-from steptron.parallel.sharded_model import DataParallel, ShardedModel
+from steptron.parallel.sharded_model import DataParallel, ShardedModel, buffer_plans
 from steptron.train.clipping import WeightClipping
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 from steptron_kernels.polar_express.choose import choose
@@ -89,7 +91,8 @@ class TrainStep:
         mesh: the process groups.
         device: where parameters live.
         initial: weights to start from; drawn at random when None.
-        before_buffers: called with the model before gradients and optimizer state get memory.
+        before_buffers: called with the model and the plans of its buffers, before gradients and optimizer state get
+            memory.
 
     Attributes:
         weight_clipping: watches the experts' outputs; None where ``optimizer.weight_clipping`` is off.
@@ -101,7 +104,7 @@ class TrainStep:
         mesh: Mesh,
         device: torch.device,
         initial: Weights | None = None,
-        before_buffers: Callable[[ModelChunks], object] | None = None,
+        before_buffers: Callable[[ModelChunks, Sequence[BufferPlan]], object] | None = None,
     ) -> None:
         self.config = config
         self.mesh = mesh
@@ -127,9 +130,10 @@ class TrainStep:
                     tensor.zero_()  # what fills a vocabulary up is not stored
             initial.load_into(chunks, mesh)
         self._chunks = chunks
+        plans = buffer_plans(chunks, config.optimizer, mesh)
         if before_buffers is not None:
-            before_buffers(chunks)
-        self.sharded = ShardedModel(chunks, config.optimizer, mesh)
+            before_buffers(chunks, plans)
+        self.sharded = ShardedModel(chunks, plans, mesh)
         self.optimizer = build_optimizer(
             config.optimizer,
             self.sharded.owned,
@@ -336,5 +340,4 @@ def _of_all_ranks(names: list[str]) -> str:
     """Names that any rank has, the first twenty written out."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, names)
-    every = sorted({name for part in gathered for name in part})
-    return ", ".join(every[:20]) + (f" and {len(every) - 20} more" if len(every) > 20 else "")
+    return some_of(sorted({name for part in gathered for name in part}))

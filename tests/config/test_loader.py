@@ -10,7 +10,7 @@ from steptron.errors import ConfigError, UserError
 from tests.config.samples import MINIMAL, write
 
 SIZE = "a whole number greater than 0 and of at most 2147483647"
-RATE = "a finite number greater than 0 and of at most 1e+16"
+RATE = "a finite number greater than 0 and of at most 1e+30"
 
 
 @pytest.fixture(autouse=True)

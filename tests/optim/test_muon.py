@@ -21,30 +21,19 @@ from steptron.optim.owned import OwnedPiece
 from steptron.optim.rules import HIDDEN_MATRICES, rule_of
 from steptron_kernels.polar_express import plain
 from steptron_kernels.polar_express.choose import choose
-from tests.optim import muon_runs
+from tests.optim import muon_runs, polar_reference
 from tests.parallel import layouts
 from tests.parallel.layouts import Outcome, assemble
 from tests.worker_pool import WorkerPool
 
 POLAR_EXPRESS = choose(torch.device("cpu"), native=True)
-# arXiv 2505.16932, Algorithm 1, typed in again.
-TABLE = [
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-]
 
 
 def orthogonalised(m: np.ndarray) -> np.ndarray:
     """Six steps of Polar Express on the singular values, in float64."""
-    u, s, v = np.linalg.svd(m.astype(np.float64), full_matrices=False)
-    s = s / (1.01 * np.linalg.norm(m.astype(np.float64)) + 1e-7)
-    for a, b, c in TABLE:
-        s = a / 1.01 * s + b / 1.01**3 * s**3 + c / 1.01**5 * s**5
-    return (u * s) @ v
+    wide = m.astype(np.float64)
+    u, s, v = np.linalg.svd(wide, full_matrices=False)
+    return (u * polar_reference.scalars(s / polar_reference.divisor(wide), polar_reference.rows_of(6))) @ v
 
 
 def reference(

@@ -52,9 +52,9 @@ def tabulate(
     mesh = build_mesh(config.parallel)
     text, early = [], []
 
-    def report(chunks: object) -> None:
+    def report(chunks: object, plans: object) -> None:
         early.append(not any(hasattr(parameter, "main_grad") for _, parameter in chunks.named_parameters()))  # type: ignore[attr-defined]
-        text.append(report_ownership(config, chunks, mesh))  # type: ignore[arg-type]
+        text.append(report_ownership(config, chunks, plans, mesh))  # type: ignore[arg-type]
 
     train = TrainStep(config, mesh, torch.device("cpu"), before_buffers=report)
     owned: Owned = defaultdict(list)

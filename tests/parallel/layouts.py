@@ -12,13 +12,16 @@ import torch
 
 from steptron.config.checks import check
 from steptron.config.loader import load
+from steptron.config.schema import OptimizerConfig
 from steptron.data.batch import MicroBatch
+from steptron.model.chunks import ModelChunks
 from steptron.model.layer_spec import ModelSpec
 from steptron.model.parameter_shards import Place, shard
 from steptron.model.router import Router
 from steptron.optim import buckets
 from steptron.optim.ownership import Reduction
-from steptron.parallel.mesh import build_mesh
+from steptron.parallel.mesh import Mesh, build_mesh
+from steptron.parallel.sharded_model import ShardedModel, buffer_plans
 from steptron.train.step import Losses, TrainStep
 
 NANO = Path(__file__).resolve().parents[2] / "configs" / "pretrain" / "nano.yaml"
@@ -136,6 +139,11 @@ def _run(world_size: int, overrides: Sequence[str], steps: int, batches: list[Mi
         parts_of(train.spec, mesh.place, parameters),
         min(gaps, default=1.0),
     )
+
+
+def sharded_by(chunks: ModelChunks, config: OptimizerConfig, mesh: Mesh) -> ShardedModel:
+    """A model with the buffers that an optimizer's configuration plans."""
+    return ShardedModel(chunks, buffer_plans(chunks, config, mesh), mesh)
 
 
 def reduced_gradients(train: TrainStep) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.parallel.replica_group import ReplicaGroup, WholeGroup, Work
 from steptron.parallel.sharded_model import ShardedModel
 from tests.model.helpers import build_model, fill, gradients, random_batch, relative_error, single_process, small_config
+from tests.parallel.layouts import sharded_by
 from tests.worker_pool import WorkerPool
 
 SHAPES = [(3, 4), (5,), (2, 2, 2), (7, 1), (6,)]
@@ -294,7 +295,7 @@ def shard_model(
     model = build_model(small_config(), stage, mesh, parallel, **changes)
     fill(model, 0)
     with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements), mock.patch.object(ownership, "ALIGNMENT", 1):
-        return ShardedModel(ModelChunks([model]), OptimizerConfig(lr=1.0), mesh)
+        return sharded_by(ModelChunks([model]), OptimizerConfig(lr=1.0), mesh)
 
 
 def reduce_model(rank: int, world_size: int, expert: int, bucket_elements: int) -> dict[str, tuple[int, torch.Tensor]]:
@@ -427,7 +428,7 @@ def test_a_model_without_experts_has_no_expert_buffer() -> None:
     mesh = single_process()
     model = build_model(small_config(num_dense_layers=5, clamp={}))
     fill(model, 0)
-    sharded = ShardedModel(ModelChunks([model]), OptimizerConfig(lr=1.0), mesh)
+    sharded = sharded_by(ModelChunks([model]), OptimizerConfig(lr=1.0), mesh)
     sharded.gradients.zero()
     sharded.chunks[0](random_batch(48, 1, 6, 0)).sum().backward()
     sharded.gradients.finish()
@@ -439,7 +440,7 @@ def test_a_stage_without_parameters() -> None:
     """A pipeline stage may be empty."""
     mesh = single_process()
     model = build_model(small_config(), Stage((), is_first=False, is_last=False), mesh)
-    sharded = ShardedModel(ModelChunks([model]), OptimizerConfig(lr=1.0), mesh)
+    sharded = sharded_by(ModelChunks([model]), OptimizerConfig(lr=1.0), mesh)
     assert (sharded.plans, sharded.owned, list(sharded.gradients)) == ([], [], [])
     sharded.gradients.zero()
     sharded.finalize_gradients(sharded.chunks, pg_collection=mesh.groups)

@@ -18,6 +18,7 @@ from steptron.parallel.gradient_norm import _sum_of_squares, clip_gradients, gra
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.parallel.sharded_model import ShardedModel
 from tests.model.helpers import build_model, single_process, small_config
+from tests.parallel.layouts import sharded_by
 from tests.worker_pool import WorkerPool
 
 CONFIG = small_config()
@@ -63,7 +64,7 @@ def loaded(
     stage = split_stages(CONFIG.num_layers, parallel.pipeline)[mesh.pipeline_rank]
     model = build_model(CONFIG, stage, mesh, parallel, mtp_depths=mtp_depths, freeze_router=freeze_router)
     config = OptimizerConfig(name=optimizer, lr=1.0, sharding=ShardingConfig(reduction=reduction))
-    sharded = ShardedModel(ModelChunks([model]), config, mesh)
+    sharded = sharded_by(ModelChunks([model]), config, mesh)
     values, tensors = whole_gradients(), dict(model.named_parameters())
     for buffer in sharded.gradients:
         buffer.data.fill_(math.nan)  # padding too

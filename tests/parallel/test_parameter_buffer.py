@@ -18,6 +18,7 @@ from steptron.parallel.parameter_buffer import ParameterBuffer, ParameterGather
 from steptron.parallel.replica_group import Work
 from steptron.parallel.sharded_model import ShardedModel
 from tests.model.helpers import build_model, fill, random_batch, single_process, small_config
+from tests.parallel.layouts import sharded_by
 from tests.parallel.test_gradient_buffer import make_parameters, plans_for
 from tests.worker_pool import WorkerPool
 
@@ -31,7 +32,7 @@ def make_sharded(layout: dict[str, Any], optimizer: str, reduction: str, bucket_
         parameter.detach().zero_()
     config = OptimizerConfig(name=optimizer, lr=1.0, sharding=ShardingConfig(reduction=reduction))
     with mock.patch.object(buckets, "BUCKET_ELEMENTS", bucket_elements):
-        return ShardedModel(ModelChunks([model]), config, mesh)
+        return sharded_by(ModelChunks([model]), config, mesh)
 
 
 def owners_update(
@@ -235,7 +236,7 @@ def make_single(reduction: str) -> ShardedModel:
     fill(model, 0)
     config = OptimizerConfig(lr=1.0, sharding=ShardingConfig(reduction=reduction))
     with mock.patch.object(buckets, "BUCKET_ELEMENTS", 1):
-        return ShardedModel(ModelChunks([model]), config, single_process())
+        return sharded_by(ModelChunks([model]), config, single_process())
 
 
 def test_a_new_gather_waits_for_the_one_before() -> None:
