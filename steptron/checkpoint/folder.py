@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: names, the newest one, retention."""
+"""Checkpoint folders of a run: names, and which are complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from steptron.errors import UserError
 
-_NAME = re.compile(r"step_(\d{8})")
+_NAME = re.compile(r"step_(\d{8,})")
+_PARTIAL = ".partial"
 MANIFEST = "steptron.json"
 
 
@@ -17,12 +18,31 @@ def checkpoint_folder(output: Path, step: int) -> Path:
     return output / "checkpoints" / f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None, folder
+    return int(match[1])
+
+
+def staging(output: Path, step: int) -> Path:
+    """Where a checkpoint is built, until it is complete."""
+    final = checkpoint_folder(output, step)
+    return final.with_name(final.name + _PARTIAL)
+
+
+def partial_folders(root: Path) -> list[Path]:
+    """What killed saves and deletions have left in a run's ``checkpoints`` folder."""
+    return sorted([*root.glob(f"*{_PARTIAL}"), *root.glob(".step_*.replaced-*")])
+
+
 def list_checkpoints(output: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first: those whose manifest, written last, is there."""
     root = output / "checkpoints"
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
+    found = (path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
+    return sorted(found, key=step_of)
 
 
 def resolve(path: Path) -> Path:
@@ -41,7 +61,9 @@ def resolve(path: Path) -> Path:
     return checkpoints[-1]
 
 
-def prune(output: Path, keep: int) -> None:
-    """Deletes all but the newest ``keep`` checkpoints."""
-    for path in list_checkpoints(output)[:-keep]:
-        shutil.rmtree(path)
+def delete(checkpoint: Path) -> None:
+    """Deletes a checkpoint; at no moment is a part of it taken for a whole one."""
+    doomed = checkpoint.with_name(f"{checkpoint.name}.deleted{_PARTIAL}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)

@@ -22,6 +22,10 @@ from steptron.errors import UserError
 
 PREFIX = "model."
 
+FAILURES = (Exception, CheckpointException)
+"""A full disk, a lost folder, a truncated or missing shard show in as many forms as there are writers and readers;
+torch's own, which gathers those of all ranks, is no ``Exception``."""
+
 
 @dataclass(frozen=True)
 class StoredMatrix:
@@ -96,7 +100,7 @@ class StoredMatrices:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(tensors, storage_reader=self._reader, no_dist=True)
-        except (Exception, CheckpointException) as error:
+        except FAILURES as error:
             raise UserError(f"{self.folder} cannot be loaded: {what_failed(error)}{self._files(tensors)}") from error
         return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from steptron.checkpoint.boxes import boxes
@@ -19,6 +20,7 @@ from steptron.model.layer_spec import ParameterSpec
 from steptron.model.parameter_shards import Cut, MatrixShard, cut_of, shard
 from steptron.optim.base import Optimizer, StateTensor
 from steptron.parallel.mesh import Mesh
+from steptron.platform.random_state import random_states
 
 
 def model_tensors(model: ModelChunks, mesh: Mesh) -> dict[str, ShardedTensor]:
@@ -36,6 +38,15 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, ShardedTensor]:
             for part in _parts_of_run(f"optimizer.{kind}", state):
                 sharded[f"{part.key}#{len(sharded)}"] = part
     return sharded
+
+
+def random_tensors() -> dict[str, ShardedTensor]:
+    """The states of this process's random generators, by key ``random.<generator>``: a row for each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return {
+        f"random.{name}": ShardedTensor.from_rank_offsets(f"random.{name}", state.unsqueeze(0), (0, rank, size))
+        for name, state in random_states().items()
+    }
 
 
 def matrix_name(key: str) -> str:

@@ -154,7 +154,7 @@ class CheckpointWeights:
         return {name: matrices[self._by_name[name]] for name in names}
 
     def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
-        from steptron.checkpoint.save_load import load_tensors
+        from steptron.checkpoint.loading import load_tensors
         from steptron.checkpoint.tensors import model_tensors
 
         stored = {name: matrix.shape for name, matrix in self.stored.matrices.items()}

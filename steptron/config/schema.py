@@ -23,6 +23,7 @@ LearningRate = Annotated[float, Field(gt=0, le=1e30)]
 Multiplier = Annotated[float, Field(ge=0, le=1e4)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 # float32 makes 0 of much smaller numbers, and 0/0 of what they should keep finite.
+Seconds = Annotated[float, Field(gt=0, le=604_800)]
 Epsilon = Annotated[float, Field(ge=1e-30)]
 
 
@@ -441,7 +442,65 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     every_steps: PositiveInt | None = Field(None, description="steps between checkpoints; only at the end when unset")
+    asynchronous: bool = Field(
+        True, description="go on training while a checkpoint is written; the state is copied in memory first"
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints that are kept")
+    keep_every_steps: PositiveInt | None = Field(
+        None, description="checkpoints at multiples of this many steps are kept for good; none when unset"
+    )
+    keep_best: NonNegativeInt = Field(
+        0, description="checkpoints of lowest validation loss that are kept, of those at whose step the run validates"
+    )
+    tolerated_failures: NonNegativeInt = Field(
+        2, description="checkpoints in a row that may fail to be written before the run stops; the last one may not"
+    )
+    verify: Literal["checksums", "sizes"] = Field(
+        "checksums",
+        description="how a resuming run tests a checkpoint before it loads it: every byte, or only the files' sizes",
+    )
+
+
+class LossSpikeConfig(Section):
+    """Steps whose loss jumps."""
+
+    threshold: PositiveFloat | None = Field(
+        None,
+        description="nats by which the main head's loss may exceed the median of the steps before; not looked at when "
+        "unset",
+    )
+    window: Size = Field(32, description="steps whose median is the usual loss; nothing is judged before as many")
+    policy: Literal["stop", "skip", "roll_back"] = Field(
+        "skip",
+        description="stop the run; skip the batch without an update; roll back to the last checkpoint and leave out "
+        "the data from there to the batch",
+    )
+
+
+class FaultsConfig(Section):
+    """What a run does when something goes wrong."""
+
+    on_non_finite: Literal["stop", "skip", "roll_back"] = Field(
+        "stop",
+        description="a loss or gradient is NaN or infinite: stop, skip the batch, or roll back to the last checkpoint "
+        "and leave out the data from there to the batch",
+    )
+    loss_spike: LossSpikeConfig = Field(default_factory=LossSpikeConfig, description="steps whose loss jumps")
+    max_in_a_row: PositiveInt = Field(
+        3, description="skipped batches and roll-backs without a good step beyond them, after which the run stops"
+    )
+    replica_check_every_steps: PositiveInt | None = Field(
+        None,
+        description="steps between comparisons of parameters that several ranks hold, bit by bit; off when unset",
+    )
+    dead_after_seconds: Seconds = Field(
+        30.0, description="a process that gives no sign of life for so long counts as dead, and the run ends"
+    )
+    hang_after_seconds: Seconds | None = Field(
+        None,
+        description="time without progress after which the run counts as hanging: the stacks of all processes are "
+        "written, and it ends; four fifths of parallel.timeout_seconds when unset",
+    )
 
 
 class ValidationConfig(Section):
@@ -501,6 +560,7 @@ class TrainConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="periodic validation")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saving and resuming")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="progress records")
+    faults: FaultsConfig = Field(default_factory=FaultsConfig, description="what to do when something goes wrong")
 
     def micro_batches(self, data_ranks: int) -> int:
         """Micro-batches of each of ``data_ranks`` data-parallel ranks in a step at the full batch size."""

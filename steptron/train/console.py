@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from steptron.train.records import Record, StepRecord, ValidationRecord
+from steptron.train.records import EventRecord, Record, StepRecord, ValidationRecord
 
 
 class ConsoleSink:
@@ -17,7 +17,7 @@ class ConsoleSink:
 
     On a terminal a bar that is always up to date; elsewhere (a file, a cluster's log) one line for
     the first record, then at most one per ``line_seconds``, and one for the last record. Validations
-    are always a line of their own. The time left is that of the remaining sequences at the mean
+    and events are always a line of their own. The time left is that of the remaining sequences at the mean
     speed since the start, validations and checkpoints included, so a batch-size ramp does not
     mislead it.
 
@@ -66,6 +66,8 @@ class ConsoleSink:
     def write(self, record: Record) -> None:
         if isinstance(record, ValidationRecord):
             self._line(_validation_text(record))
+        elif isinstance(record, EventRecord):
+            self._line(f"step {record.step}: {record.event}: {record.detail}")
         elif self._progress is not None:
             self._progress.update(self._task, completed=record.step, description=self._bar_text(record), refresh=True)
         else:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from steptron.checkpoint import save_load
-from steptron.checkpoint.folder import checkpoint_folder, list_checkpoints
+from steptron.checkpoint import loading
+from steptron.checkpoint.folder import checkpoint_folder
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
+from steptron.checkpoint.newest import newest_valid
 from steptron.checkpoint.resume import changes, differences
 from steptron.checkpoint.weights import Weights, open_weights, same_on_every_rank
 from steptron.config.schema import PretrainConfig
@@ -34,16 +35,20 @@ from steptron.planning.parameters import count_parameters
 from steptron.platform import determinism
 from steptron.platform.distributed import on_first_rank
 from steptron.train.batch_schedule import BatchSchedule
+from steptron.train.checkpointing import Checkpointing
+from steptron.train.faults import FaultPolicy, LossSpikes, RollBack
+from steptron.train.feed import global_batch
 from steptron.train.meter import Meter
 from steptron.train.muon_log import FOLDER as MUON_FOLDER
 from steptron.train.muon_log import MuonLog
 from steptron.train.ownership import report_ownership
 from steptron.train.plot import plot_losses
-from steptron.train.records import ValidationRecord
+from steptron.train.records import EventRecord
 from steptron.train.run_lock import RunLock
 from steptron.train.sinks import LOG_NAME, Sinks, make_sinks
-from steptron.train.step import NonFiniteError, TrainStep
+from steptron.train.step import Flags, RejectedStep, TrainStep
 from steptron.train.stop import StopRequest
+from steptron.train.validation import validate
 
 if TYPE_CHECKING:
     from steptron.profiling.profiler import StepProfiler
@@ -91,6 +96,8 @@ class Pretraining:
         show = None if is_complete else self._show_ownership
         self.step = TrainStep(config, self.mesh, self.device, initial, before_buffers=show)
         self.batches = BatchSchedule(config.train)
+        self.checkpointing = Checkpointing(config, self._datasets, self.step, self._say)
+        self.policy = FaultPolicy(config.train.faults)
         self.progress = Progress() if newest is None else self._resume(newest, changed)
 
     def run(self) -> bool:
@@ -106,13 +113,8 @@ class Pretraining:
         # What exists by now lives to the end; without this, collections keep looking through all of it: 45 ms each.
         gc.collect()
         gc.freeze()
-        with (
-            StopRequest() as stop,
-            self._sinks() as sinks,
-            self._profiler() as profiler,
-            self._diagnostics() as diagnostics,
-        ):
-            complete = self._train(stop, sinks, profiler, diagnostics)
+        with StopRequest() as stop, self._profiler() as profiler:
+            complete = self._train_with_logs(stop, profiler, [])
         if not complete:
             self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
         if self.is_reporter:
@@ -144,11 +146,23 @@ class Pretraining:
             lines.append(f"computing {describe_kernels(self.step.kernels, config.train, config.parallel)}")
         self._say("\n".join(lines))
 
+    def _train_with_logs(self, stop: StopRequest, profiler: StepProfiler | None, events: list[EventRecord]) -> bool:
+        """Trains on, with logs that are cut back to where the run stands; ``events`` led there."""
+        try:
+            with self._sinks() as sinks, self._diagnostics() as diagnostics:
+                for event in events:
+                    sinks.write(event)
+                return self._train(stop, sinks, profiler, diagnostics)
+        except RollBack as fault:
+            event = self._roll_back(fault)
+        return self._train_with_logs(stop, profiler, [*events, event])
+
     def _train(
         self, stop: StopRequest, sinks: Sinks, profiler: StepProfiler | None, diagnostics: MuonDiagnostics | None
     ) -> bool:
         train = self.config.train
         meter = Meter(self.config, self.mesh, self.device)
+        spikes = LossSpikes(train.faults.loss_spike, self.progress.recent_losses)
         while self.progress.step < train.steps:
             index = self.progress.step
             lr = learning_rate(self.config.optimizer, index, train.steps)
@@ -157,51 +171,94 @@ class Pretraining:
             if profiler is not None and profiler.begin(index + 1):
                 meter.restart()
             waited = time.perf_counter()
-            batches = self._global_batch(self.train_data, self.progress.consumed_sequences, batch_size)
+            batches = self._global_batch(self.progress.next_sequence, batch_size)
             data_seconds = time.perf_counter() - waited
             if diagnostics is not None:
                 diagnostics.begin(index + 1)
+            flags = Flags(stop.requested, self.checkpointing.is_written)
+            rejected, result = None, None
             try:
-                result = self.step.run(batches, lr, bias_rate, stop.requested)
-            except NonFiniteError as error:
-                raise UserError(f"training stopped at step {index + 1}: {error}") from error
+                result = self.step.run(batches, lr, bias_rate, flags, spikes.judge)
+                observed = result.observed
+            except RejectedStep as fault:
+                rejected, observed = fault, fault.observed
             if diagnostics is not None:
                 diagnostics.end(index + 1)
             if profiler is not None:
-                profiler.end(index + 1, result.observed.counts.valid)
-            self.progress = Progress(
+                profiler.end(index + 1, observed.counts.valid)
+            if observed.all_written:
+                self.checkpointing.conclude()
+            if rejected is None:
+                self.policy.accepted(index + 1)
+                spikes.accept(observed.losses.lm)
+            else:
+                self._decide(rejected, batch_size)
+            self.progress = replace(
+                self.progress,
                 step=index + 1,
                 consumed_sequences=self.progress.consumed_sequences + batch_size,
-                consumed_tokens=self.progress.consumed_tokens + result.observed.counts.valid,
+                consumed_tokens=self.progress.consumed_tokens + observed.counts.valid,
+                recent_losses=spikes.recent,
             )
-            meter.count(result, data_seconds)
             done = self.progress.step == train.steps
-            stopping = result.observed.stop_requested and not done
-            if _due(self.progress.step, train.logging.every_steps) or done or stopping:
-                # Every rank takes part in the record; one writes it.
-                sinks.write(meter.record(self.progress, result, batch_size, lr, bias_rate))
+            stopping = observed.stop_requested and not done
+            if result is None:
+                sinks.write(EventRecord(index + 1, "skipped", str(rejected)))
+            else:
+                meter.count(result, data_seconds)
+                if _due(self.progress.step, train.logging.every_steps) or done or stopping:
+                    # Every rank takes part in the record; one writes it.
+                    sinks.write(meter.record(self.progress, result, batch_size, lr, bias_rate))
+            validation_loss = None
+            if self.validation_data is not None and (_due(self.progress.step, train.validation.every_steps) or done):
+                record = validate(self.config, self.validation_data, self.step, self.mesh, self.progress.step)
+                sinks.write(record)
+                validation_loss = record.lm_loss
+                meter.restart()
+            # After the validation, whose loss it notes: a run that resumes has nothing to make up for.
             due = _due(self.progress.step, train.checkpoint.every_steps) or done
             if due or stopping:
-                self._save(clips=due)
+                self.checkpointing.save(self.progress, validation_loss, clips=due, last=done or stopping)
                 meter.restart()
             if stopping:
                 return False
             if profiler is not None and profiler.write():
                 meter.restart()
-            if _due(self.progress.step, train.validation.every_steps) or done:
-                self._validate(sinks)
-                meter.restart()
         return True
 
-    def _global_batch(self, source: SampleSource, first: int, batch_size: int) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches of the sequences first … first + batch_size - 1.
+    def _decide(self, rejected: RejectedStep, batch_size: int) -> None:
+        """What to do about a step that was not made: returns where it is only passed over."""
+        # What is being written is good: whatever comes next finds it.
+        self.checkpointing.conclude()
+        step = self.progress.step + 1
+        if self.policy.decide(rejected, step) == "roll_back":
+            raise RollBack(str(rejected), step, self.progress.next_sequence + batch_size)
 
-        Micro-batch j of the global batch is the same sequences under every layout; data-parallel
-        ranks take them in turn.
-        """
+    def _roll_back(self, fault: RollBack) -> EventRecord:
+        """Loads the newest checkpoint (without one, the run's beginning) and leaves out the data up to the fault."""
+        newest = self._newest_checkpoint()
+        if newest is None:
+            raise UserError(
+                f"training stopped at step {fault.step}: {fault.reason}\nthere is no checkpoint yet to roll back to: "
+                "set train.checkpoint.every_steps lower, or another policy under train.faults"
+            )
+        progress = loading.load(newest, self.step.chunks, self.step.optimizer, self.mesh)
+        left_out = fault.stop - progress.consumed_sequences
+        self.progress = replace(progress, left_out_sequences=left_out)
+        return EventRecord(
+            progress.step,
+            "rolled back",
+            f"from step {fault.step} to {newest}; sequences {progress.next_sequence} to {fault.stop - 1} of the data "
+            f"are left out: {fault.reason}",
+        )
+
+    def _global_batch(self, first: int, batch_size: int) -> list[MicroBatch]:
         size = self.config.train.micro_batch_size
-        own = range(first + self.mesh.data_rank * size, first + batch_size, self.mesh.data_size * size)
-        return [source.micro_batch(start, size).to(self.device) for start in own]
+        return global_batch(self.train_data, first, batch_size, size, self.mesh, self.device)
+
+    def _newest_checkpoint(self) -> Path | None:
+        train = self.config.train
+        return newest_valid(train.output, train.checkpoint.verify == "checksums", self._say)
 
     def _take_folder(self) -> None:
         self._lock = RunLock(self.config.train.output)
@@ -214,44 +271,6 @@ class Pretraining:
             self._say("no validation: the training data has no validation split, and data.validation is empty")
             return None
         return SampleSource(datasets, "validation", data, self.config.parallel.timeout_seconds)
-
-    def _validate(self, sinks: Sinks) -> None:
-        """Mean losses over the first sequences of the validation split, always the same ones."""
-        if self.validation_data is None:
-            return
-        batch_size = self.config.train.global_batch_size
-        available = -(-(self.validation_data.num_samples or 0) // batch_size)
-        sums = torch.zeros(1 + self.config.loss.mtp_train_depths, dtype=torch.float64)
-        targets = torch.zeros_like(sums)
-        for i in range(min(self.config.train.validation.batches, available)):
-            batch_sums, counts = self.step.evaluate(
-                self._global_batch(self.validation_data, i * batch_size, batch_size)
-            )
-            sums += batch_sums.cpu()
-            targets += torch.tensor(counts.targets, dtype=torch.float64)
-        lm, *mtp = (sums / targets).tolist()  # NaN without a target
-        bits_per_byte = lm / math.log(2) / self.validation_data.bytes_per_token
-        sinks.write(ValidationRecord(self.progress.step, lm, tuple(mtp), bits_per_byte))
-
-    def _save(self, clips: bool) -> None:
-        """Writes a checkpoint; ``clips`` is False where only a signal asks for it: the run would not clip there."""
-        if not self.step.parameters_are_finite():
-            raise UserError(
-                f"after step {self.progress.step} these parameters are no longer finite: "
-                f"{self.step.describe_non_finite_parameters()}. No checkpoint was written, the last one is as it was. "
-                "Lower optimizer.lr (or the lr_multiplier of their roles) or clip gradients (optimizer.clip_grad_norm)"
-            )
-        # Before the checkpoint is written, so that a run that resumes from it goes on as this one does.
-        clipping = self.step.weight_clipping
-        if clips and clipping is not None and (clipped := clipping.apply()):
-            self._say(f"step {self.progress.step}: {clipping.describe(clipped)}")
-        save_load.save(self.config, self.progress, self._datasets, self.step.chunks, self.step.optimizer, self.mesh)
-
-    def _newest_checkpoint(self) -> Path | None:
-        # One rank decides for all: others may see another state of a shared folder.
-        newest: list[Path | None] = [next(reversed(list_checkpoints(self.config.train.output)), None)]
-        dist.broadcast_object_list(newest, src=0)
-        return newest[0]
 
     def _initial_weights(self) -> Weights | None:
         if self.config.train.initial_weights is None:
@@ -269,7 +288,7 @@ class Pretraining:
         return noted, manifest.progress is not None and manifest.progress.step >= self.config.train.steps
 
     def _resume(self, folder: Path, changed: list[str]) -> Progress:
-        progress = save_load.load(folder, self.step.chunks, self.step.optimizer, self.mesh)
+        progress = loading.load(folder, self.step.chunks, self.step.optimizer, self.mesh)
         self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *changed]))
         return progress
 

@@ -90,10 +90,27 @@ class ValidationRecord:
     bits_per_byte: float | None = None
 
 
-Record = StepRecord | ValidationRecord
+@dataclass(frozen=True)
+class EventRecord:
+    """Something that happened to a run beside its steps.
 
-_RECORDS: dict[str, type[StepRecord] | type[ValidationRecord]] = {
-    record.kind: record for record in (StepRecord, ValidationRecord)
+    Attributes:
+        step: optimizer steps completed, those without an update counted.
+        event: what: "skipped" (a batch, without an update), "rolled back" (to a checkpoint).
+        detail: why, in words.
+    """
+
+    kind: ClassVar[str] = "event"
+
+    step: int
+    event: str
+    detail: str
+
+
+Record = StepRecord | ValidationRecord | EventRecord
+
+_RECORDS: dict[str, type[StepRecord] | type[ValidationRecord] | type[EventRecord]] = {
+    record.kind: record for record in (StepRecord, ValidationRecord, EventRecord)
 }
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -101,9 +118,11 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def scalars(record: Record) -> dict[str, float]:
     """The record's figures by name, for plots of single values: ``train/loss``, ``train/mtp_loss_1``, …
 
-    Figures that are None are left out, and so is the step, the axis of all of them.
+    Figures that are None are left out, and so is the step, the axis of all of them; an event has none.
     """
     figures: dict[str, float] = {}
+    if isinstance(record, EventRecord):
+        return figures
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if field.name == "step" or value is None:
@@ -143,6 +162,8 @@ def from_json(line: str) -> Record:
             f"fields of a {record.kind} record: missing {sorted(expected - content.keys())}, "
             f"unknown {sorted(content.keys() - expected)}"
         )
+    if record is EventRecord:
+        return EventRecord(**content)
     return record(**{name: _from_jsonable(value) for name, value in content.items()})
 
 

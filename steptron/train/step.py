@@ -31,8 +31,33 @@ from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 from steptron_kernels.polar_express.choose import choose
 
 
-class NonFiniteError(Exception):
-    """The loss or a gradient is NaN or infinite; parameters are as they were before the step."""
+@dataclass(frozen=True)
+class Flags:
+    """What a process tells the others along with a step's sums.
+
+    Attributes:
+        stop_requested: it was asked to stop.
+        save_written: it has written its part of a checkpoint.
+    """
+
+    stop_requested: bool = False
+    save_written: bool = False
+
+
+class RejectedStep(Exception):
+    """A step was not made: parameters are as they were before it. Raised on every rank, with the same message.
+
+    Attributes:
+        observed: what the forward passes showed.
+    """
+
+    def __init__(self, reason: str, observed: Observation) -> None:
+        super().__init__(reason)
+        self.observed = observed
+
+
+class NonFiniteError(RejectedStep):
+    """The loss or a gradient is NaN or infinite, or an update was in the step before."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +88,7 @@ class Observation:
         confidence: share of router probability on the selected experts, mean over tokens and MoE layers; None
             without MoE layers.
         stop_requested: some process was asked to stop.
+        all_written: every process has written its part of a checkpoint.
     """
 
     losses: Losses
@@ -70,6 +96,7 @@ class Observation:
     tokens_per_expert_LE: torch.Tensor
     confidence: float | None
     stop_requested: bool
+    all_written: bool
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,9 @@ class StepResult:
 
     observed: Observation
     gradient_norm: float
+
+
+_NO_FLAGS = Flags()
 
 
 class TrainStep:
@@ -159,12 +189,12 @@ class TrainStep:
         self.sharded.gather.wait()
         return self._chunks
 
-    def accumulate_gradients(self, batches: Sequence[MicroBatch], stop_requested: bool = False) -> Observation:
+    def accumulate_gradients(self, batches: Sequence[MicroBatch], flags: Flags = _NO_FLAGS) -> Observation:
         """Forward and backward over this rank's micro-batches; leaves reduced gradients with their owners.
 
         Args:
             batches: this data-parallel rank's micro-batches, as many as on every other rank.
-            stop_requested: this process was asked to stop; handed on to every rank.
+            flags: of this process; handed on to every rank.
         """
         counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp)
         contexts = [
@@ -174,23 +204,37 @@ class TrainStep:
         self.sharded.gradients.zero()
         self._chunks.train()
         sums = self._run(list(zip(batches, contexts, strict=True)), counts, forward_only=False)
-        return self._observe(sums, contexts, counts, stop_requested)
+        return self._observe(sums, contexts, counts, flags)
 
     def run(
-        self, batches: Sequence[MicroBatch], lr: float, bias_rate: float, stop_requested: bool = False
+        self,
+        batches: Sequence[MicroBatch],
+        lr: float,
+        bias_rate: float,
+        flags: Flags = _NO_FLAGS,
+        judge: Callable[[float], str | None] = lambda loss: None,
     ) -> StepResult:
         """One optimizer step.
 
+        Args:
+            batches: this data-parallel rank's micro-batches, as many as on every other rank.
+            lr, bias_rate: rates of the optimizer and of the routers' selection biases.
+            flags: of this process; handed on to every rank.
+            judge: given the main head's mean loss, says why there must be no update; every rank must decide alike.
+
         Raises:
             NonFiniteError: the loss or a gradient is not finite; nothing has been updated. Raised on every rank.
+            RejectedStep: ``judge`` has found a reason; likewise.
         """
-        observed = self.accumulate_gradients(batches, stop_requested)
+        observed = self.accumulate_gradients(batches, flags)
         owned = self.sharded.owned
         norm, num_non_finite = gradient_norm(owned, self.device, self.optimizer.num_non_finite())
         if num_non_finite:
-            raise NonFiniteError(self._describe_bad_updates())
+            raise NonFiniteError(self._describe_bad_updates(), observed)
         if not (math.isfinite(observed.losses.total) and math.isfinite(norm)):
-            raise NonFiniteError(self._describe_non_finite(observed.losses, norm))
+            raise NonFiniteError(self._describe_non_finite(observed.losses, norm), observed)
+        if (reason := judge(observed.losses.lm)) is not None:
+            raise RejectedStep(f"{reason}. Nothing was updated in this step", observed)
         if self.config.optimizer.clip_grad_norm:
             clip_gradients(owned, norm, self.config.optimizer.clip_grad_norm)
         self.optimizer.step(lr)
@@ -265,7 +309,7 @@ class TrainStep:
         return sums
 
     def _observe(
-        self, sums: torch.Tensor, contexts: list[BalanceContext], counts: TokenCounts, stop_requested: bool
+        self, sums: torch.Tensor, contexts: list[BalanceContext], counts: TokenCounts, flags: Flags
     ) -> Observation:
         """Adds up what the micro-batches of all ranks and stages showed."""
         num_layers = len(self._moe_index)
@@ -279,14 +323,15 @@ class TrainStep:
         if self.mesh.groups.tp_cp.rank() > 0:
             means[0] = 0.0  # the loss of a micro-batch is the same on all its ranks: the first reports it
         self.mesh.add_up(tokens_LE)
-        values = torch.cat([sums, means, means.new_tensor([float(stop_requested)])])
-        *totals, ep_loss, confidence, stops = self.mesh.add_up(values).tolist()
+        told = means.new_tensor([flags.stop_requested, flags.save_written])
+        *totals, ep_loss, confidence, stops, written = self.mesh.add_up(torch.cat([sums, means, told])).tolist()
         return Observation(
             self._losses(totals, counts, ep_loss if num_layers else None),
             counts,
             tokens_LE,
             confidence if num_layers else None,
-            stops > 0,
+            stop_requested=stops > 0,
+            all_written=written == dist.get_world_size(),
         )
 
     def _losses(self, sums: list[float], counts: TokenCounts, ep_loss: float | None) -> Losses:

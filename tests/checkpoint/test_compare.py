@@ -24,13 +24,13 @@ from steptron.checkpoint import compare as module
 from steptron.checkpoint import compare_sources
 from steptron.checkpoint.compare import Comparison, TensorDifference, compare_weights
 from steptron.checkpoint.compare_sources import open_source
-from steptron.checkpoint.folder import MANIFEST
-from steptron.checkpoint.manifest import FORMAT_VERSION, MODEL, Manifest
+from steptron.checkpoint.manifest import MODEL, Manifest
 from steptron.checkpoint.matrices import StoredMatrices
 from steptron.checkpoint.released.folder import CONFIG, INDEX, SINGLE
 from steptron.checkpoint.released.model_config import read_model_config
 from steptron.checkpoint.released.names import released_tensors
 from steptron.checkpoint.released.transformers_names import HEAD, released_names, to_transformers
+from steptron.checkpoint.saving import complete, stamp
 from steptron.cli.compare import compare
 from steptron.cli.lazy import LazyGroup
 from steptron.config.schema import ModelConfig
@@ -86,8 +86,7 @@ def checkpoint(folder: Path, weights: Weights, config: ModelConfig, sinks: Weigh
     tensors = {f"model.{name}": tensor for name, tensor in (named | (sinks or {})).items()}
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / MODEL).write_text(yaml.safe_dump({"model": config.model_dump()}))
-    manifest = Manifest(format_version=FORMAT_VERSION, steptron_version="0", torch_version="0", progress=None)
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    complete(folder, Manifest(**stamp(), processes=1, progress=None, files={}), {})
     return folder
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, list_checkpoints, prune, resolve
+from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, list_checkpoints, resolve
 from steptron.errors import UserError
 
 
@@ -25,14 +25,6 @@ def test_only_complete_checkpoints_count_oldest_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00004000.partial" / MANIFEST).write_text("{}")
     assert list_checkpoints(tmp_path) == [oldest, newest]
     assert list_checkpoints(tmp_path / "nowhere") == []
-
-
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
-    folders = [make(tmp_path, step) for step in (1, 2, 3)]
-    prune(tmp_path, 2)
-    assert list_checkpoints(tmp_path) == folders[1:]
-    prune(tmp_path, 5)
-    assert list_checkpoints(tmp_path) == folders[1:]
 
 
 def test_resolve_takes_a_checkpoint_a_run_or_its_checkpoints_folder(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steptron.checkpoint.manifest import FORMAT_VERSION, Manifest, Progress
+from steptron.checkpoint.manifest import Manifest, Progress
 from steptron.checkpoint.resume import changes
 from steptron.config.loader import load
 from steptron.config.schema import PretrainConfig
@@ -14,9 +14,12 @@ from steptron.errors import UserError
 from tests.parallel.layouts import NANO
 
 MANIFEST = Manifest(
-    format_version=FORMAT_VERSION,
+    written_at="2026-01-01T00:00:00+00:00",
     steptron_version="0",
     torch_version="0",
+    megatron_version="0",
+    processes=1,
+    files={},
     progress=Progress(),
     optimizer_steps=0,
     datasets=["a", "b"],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from steptron.checkpoint import save_load
+from steptron.checkpoint import loading, saving
 from steptron.checkpoint.folder import checkpoint_folder
 from steptron.checkpoint.manifest import Progress
 from steptron.config.schema import OptimizerConfig
@@ -235,9 +235,9 @@ def resumed(rank: int, world_size: int, output: str, middle: str) -> tuple[dict[
         for _ in range(2):
             train.run(batches, 1e-2, 1e-3)
         assert train.weight_clipping.apply()
-        save_load.save(train.config, Progress(2, 0, 0), [], train.chunks, train.optimizer, train.mesh)
+        saving.save(train.config, Progress(2, 0, 0), [], train.chunks, train.optimizer, train.mesh)
     else:
-        save_load.load(checkpoint_folder(train.config.train.output, 2), train.chunks, train.optimizer, train.mesh)
+        loading.load(checkpoint_folder(train.config.train.output, 2), train.chunks, train.optimizer, train.mesh)
     for _ in range(2):
         train.run(batches, 1e-2, 1e-3)
     count = len(train.weight_clipping.apply())

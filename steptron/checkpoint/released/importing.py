@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +25,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-import steptron
+from steptron.checkpoint.checksums import FileSum, file_sums
 from steptron.checkpoint.folder import MANIFEST
-from steptron.checkpoint.manifest import FORMAT_VERSION, MODEL, Manifest
+from steptron.checkpoint.manifest import MODEL, Manifest
 from steptron.checkpoint.matrices import PREFIX
 from steptron.checkpoint.released import companions
 from steptron.checkpoint.released.folder import ReleasedFolder
 from steptron.checkpoint.released.names import ReleasedTensor
 from steptron.checkpoint.released.output import check_output, check_space
 from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, share_out, transfer_group
+from steptron.checkpoint.saving import complete, stamp
 from steptron.checkpoint.weights import ReleasedWeights
 from steptron.config.schema import ModelConfig
 from steptron.config.tree import dump
@@ -81,15 +82,22 @@ def import_released(source: Path, output: Path, *, force: bool, report: Report) 
     with _shared_staging_folder(output, title) as folder:
         group = transfer_group()
         _write(own, weights.folder, folder, title, report, group)
+        mine: dict[str, FileSum] = {}
+        sums = [mine] * dist.get_world_size()
 
-        def complete() -> None:
+        def add_up() -> None:
+            mine.update(file_sums(folder, [file.name for file in folder.glob(f"__{dist.get_rank()}_*")]))
+
+        def conclude() -> None:
             if dist.get_rank() == 0:
                 # Once more: another import may have written it in the meantime.
                 check_output(output, source, force, "a checkpoint", [MANIFEST])
-                _complete(folder, output, source, weights.model)
+                _conclude(folder, output, source, weights.model, sums)
 
-        # With the patience of a transfer: a replaced checkpoint may take long to delete.
-        on_every_rank(title, complete, group)
+        # With the patience of a transfer: to read what was written, or to delete what is replaced, may take long.
+        on_every_rank(title, add_up, group)
+        dist.all_gather_object(sums, mine, group=group)
+        on_every_rank(title, conclude, group)
     return Transfer(len(weights.expected), total)
 
 
@@ -209,16 +217,13 @@ def _shared_staging_folder(output: Path, title: str) -> Iterator[Path]:
         yield paths[0]
 
 
-def _complete(folder: Path, output: Path, source: Path, model: ModelConfig) -> None:
+def _conclude(
+    folder: Path, output: Path, source: Path, model: ModelConfig, sums: Sequence[Mapping[str, FileSum]]
+) -> None:
     save_config(_TORCH_DIST, str(folder))
     torch.save({}, folder / COMMON_STATE_FNAME)
     (folder / MODEL).write_text(dump({"model": model.model_dump()}))
     companions.keep(source, folder)
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        steptron_version=steptron.__version__,
-        torch_version=torch.__version__,
-        progress=None,
-    )
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1))
+    manifest = Manifest(**stamp(), processes=dist.get_world_size(), progress=None, files={})
+    complete(folder, manifest, {name: total for own in sums for name, total in own.items()})
     publish(folder, output)

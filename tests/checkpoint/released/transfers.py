@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from steptron.checkpoint import save_load
+from steptron.checkpoint import saving
 from steptron.checkpoint.manifest import Progress
 from steptron.checkpoint.released.exporting import export_released
 from steptron.checkpoint.released.importing import import_released
@@ -149,7 +149,7 @@ def load_and_save(rank: int, world_size: int, checkpoint: Path, output: Path, ov
     check(config, world_size)
     mesh = build_mesh(config.parallel)
     train = TrainStep(config, mesh, torch.device("cpu"), CheckpointWeights(checkpoint))
-    save_load.save(config, Progress(), ["hash"], train.chunks, train.optimizer, mesh)
+    saving.save(config, Progress(), ["hash"], train.chunks, train.optimizer, mesh)
 
 
 def headers(folder: Path) -> dict[str, list[str]]:

@@ -1,0 +1,94 @@
+"""Loading a run's state, whatever layout it was saved under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from steptron.checkpoint.manifest import Progress, read_manifest
+from steptron.checkpoint.matrices import FAILURES, what_failed
+from steptron.checkpoint.tensors import matrix_name, model_tensors, optimizer_tensors, random_tensors
+from steptron.checkpoint.verification import problems
+from steptron.errors import UserError
+from steptron.model.chunks import ModelChunks
+from steptron.optim.base import Optimizer
+from steptron.parallel.mesh import Mesh
+from steptron.platform.random_state import set_random_states
+
+
+def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> Progress:
+    """Restores parameters, router biases, optimizer state and random generators; returns how far the run had come.
+
+    Generators go on where each rank's stopped when as many processes load as have saved; otherwise they stay as they
+    are. Collective.
+
+    Raises:
+        UserError: on every rank: a tensor that any rank needs is missing or has another shape (message names it).
+    """
+    manifest = read_manifest(folder)
+    if manifest.progress is None:
+        raise UserError(f"{folder} holds a model alone, not the state of a run")
+    tensors = model_tensors(model, mesh) | optimizer_tensors(optimizer)
+    stored = _stored_shapes(folder)
+    _check_matches(folder, model, tensors, stored)
+    states = {key: state for key, state in random_tensors().items() if stored.get(key) == list(state.global_shape)}
+    load_tensors(folder, tensors | states)
+    if states:
+        set_random_states({key.removeprefix("random."): state.data[0] for key, state in states.items()})
+    optimizer.set_num_steps(manifest.optimizer_steps)
+    return manifest.progress
+
+
+@torch.no_grad()
+def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
+    """Copies what a checkpoint holds into the data of the given tensors, converted to their dtypes.
+
+    Raises:
+        UserError: a file is missing, truncated or damaged.
+    """
+    targets = {key: sharded.data for key, sharded in tensors.items()}
+    try:
+        loaded = dist_checkpointing.load(dict(tensors), str(folder))
+    except FAILURES as error:
+        damaged = "; ".join(problems(folder, contents=False))
+        raise UserError(f"{folder} cannot be loaded: {damaged or what_failed(error)}") from error
+    for key, target in targets.items():
+        target.copy_(loaded[key])
+
+
+def _stored_shapes(folder: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in a checkpoint, by key."""
+    try:
+        entries = dist_checkpointing.load_tensors_metadata(str(folder))
+    except FAILURES as error:
+        raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+    return {key: list(entry.global_shape) for key, entry in entries.items()}
+
+
+def _check_matches(
+    folder: Path, model: ModelChunks, tensors: dict[str, ShardedTensor], stored: dict[str, list[int]]
+) -> None:
+    wrong: dict[str, str] = {}
+    for tensor in tensors.values():
+        key, needed = tensor.key, list(tensor.global_shape)
+        if key not in stored:
+            wrong[key] = f"{key} is missing"
+        elif stored[key] != needed:
+            wrong[key] = f"{key} has shape {stored[key]}, the model needs {needed}"
+    matrices = [matrix.name for parameter in model.spec.parameters() for matrix in parameter.matrices]
+    known = {f"model.{name}" for name in matrices}
+    wrong |= {key: f"{key} is not part of the model" for key in stored if key.startswith("model.") and key not in known}
+    # A rank may find nothing wrong with what it holds and owns: all report what any has found, rather than load alone.
+    found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, wrong)
+    wrong = {key: text for own in found for key, text in own.items()}
+    if wrong:
+        order = {name: number for number, name in enumerate(matrices)}
+        keys = sorted(wrong, key=lambda key: (not key.startswith("model."), order.get(matrix_name(key), len(order))))
+        shown = "\n  ".join(wrong[key] for key in keys[:20])
+        shown += f"\n  and {len(keys) - 20} more" if len(keys) > 20 else ""
+        raise UserError(f"checkpoint {folder} does not fit this model:\n  {shown}")

@@ -1,0 +1,325 @@
+"""Writing checkpoints while training goes on, in Megatron-Core's distributed format (torch_dist).
+
+A save has three parts. Every process copies what it holds (the only part that training waits for); a thread of each
+process writes the copy, with its checksums; when all have written, the first process adds the lists and the manifest
+and renames the folder. Until that rename the checkpoint does not exist, after it it is complete.
+
+Megatron-Core plans the save and gathers the list of tensors. Its own writer forks a process per file and waits for it
+without a limit: a child that dies leaves the run hanging. The thread here cannot outlive its process or be lost by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+import steptron
+from steptron.checkpoint.checksums import FileSum, file_sums
+from steptron.checkpoint.folder import checkpoint_folder, partial_folders, staging
+from steptron.checkpoint.manifest import CONFIG, Manifest, Progress, write_manifest
+from steptron.checkpoint.matrices import FAILURES, what_failed
+from steptron.checkpoint.tensors import model_tensors, optimizer_tensors, random_tensors
+from steptron.config.schema import PretrainConfig
+from steptron.config.show import to_yaml
+from steptron.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from steptron.errors import UserError
+from steptron.model.chunks import ModelChunks
+from steptron.optim.base import Optimizer
+from steptron.parallel.mesh import Mesh
+from steptron.platform.distributed import on_first_rank
+from steptron.platform.staging import publish
+
+TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
+"""Copied from the training data, so that a checkpoint is enough to write text."""
+
+_TITLE = "checkpoint not written"
+_Buckets = Sequence[tuple[str, str, tuple[Sequence[tuple[Any, Any]], Sequence[tuple[Any, torch.Tensor]]]]]
+"""What Megatron-Core's planner gives a process to write: path, name, and (plan's item, data) of objects and tensors."""
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time.
+
+    Args:
+        config: the run's configuration, which checkpoints carry.
+        datasets: content hashes of the training datasets.
+        mesh: this process's place in the layout.
+    """
+
+    def __init__(self, config: PretrainConfig, datasets: Sequence[str], mesh: Mesh) -> None:
+        self._config = config
+        self._datasets = list(datasets)
+        self._mesh = mesh
+        self._pending: _Pending | None = None
+
+    def start(
+        self,
+        progress: Progress,
+        model: ModelChunks,
+        optimizer: Optimizer,
+        validation_loss: float | None = None,
+    ) -> None:
+        """Copies the state of a run and begins to write it. Collective; no other save may be pending.
+
+        Args:
+            progress: how far the run has come.
+            model, optimizer: what is saved; both may change as soon as this returns.
+            validation_loss: of the main head at this step, nats, where it is known.
+
+        Raises:
+            UserError: on every rank: the folder cannot be written (the message names it and the reason).
+        """
+        assert self._pending is None, "the save before is not finished"
+        temporary = staging(self._config.train.output, progress.step)
+        on_first_rank(_TITLE, lambda: _prepare(temporary))
+        tensors = model_tensors(model, self._mesh) | optimizer_tensors(optimizer) | random_tensors()
+        request = _plan(tensors, temporary)
+        manifest = Manifest(
+            **stamp(),
+            processes=dist.get_world_size(),
+            layout=self._config.parallel.model_dump(mode="json"),
+            progress=progress,
+            optimizer_steps=optimizer.num_steps,
+            validation_loss=validation_loss,
+            datasets=self._datasets,
+            files={},
+        )
+        writing = _Writing(_transforms(request), _staged(request, tensors), temporary)
+        self._pending = _Pending(manifest, temporary, request, writing)
+
+    @property
+    def is_pending(self) -> bool:
+        """A save has been started and not been finished."""
+        return self._pending is not None
+
+    @property
+    def is_written(self) -> bool:
+        """This process has written its part of the pending save, or failed to."""
+        return self._pending is not None and self._pending.writing.is_done
+
+    def finish(self) -> Path:
+        """Waits until every process has written its part and makes the checkpoint appear. Collective.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            UserError: on every rank: something could not be written (a full disk, a lost folder). What was written has
+                been deleted; earlier checkpoints are as they were.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None and pending.manifest.progress is not None
+        final = checkpoint_folder(self._config.train.output, pending.manifest.progress.step)
+        try:
+            sums = pending.collect()
+            on_first_rank(_TITLE, lambda: self._publish(pending, sums, final))
+        except UserError:
+            # What takes up a full disk goes at once; after a lost folder there is nothing to delete.
+            if dist.get_rank() == 0:
+                shutil.rmtree(pending.temporary, ignore_errors=True)
+            raise
+        return final
+
+    def _publish(self, pending: _Pending, sums: dict[str, FileSum], final: Path) -> None:
+        temporary = pending.temporary
+        (temporary / CONFIG).write_text(to_yaml(self._config))
+        for name in TOKENIZER_FILES:
+            source = self._config.data.train[0].path / name
+            if source.is_file():
+                shutil.copyfile(source, temporary / name)
+        complete(temporary, pending.manifest, sums)
+        publish(temporary, final)
+
+
+def complete(folder: Path, manifest: Manifest, sums: Mapping[str, FileSum]) -> None:
+    """Writes the manifest, and to the disk what was not: all files but those whose checksums are known."""
+    others = sorted(
+        str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file() and file.name not in sums
+    )
+    for name in others:
+        with (folder / name).open("rb") as stream:
+            os.fsync(stream.fileno())
+    write_manifest(folder, manifest.model_copy(update={"files": {**sums, **file_sums(folder, others)}}))
+
+
+def save(
+    config: PretrainConfig,
+    progress: Progress,
+    datasets: Sequence[str],
+    model: ModelChunks,
+    optimizer: Optimizer,
+    mesh: Mesh,
+) -> Path:
+    """Writes one checkpoint and waits for it; see :class:`Saver`."""
+    saver = Saver(config, datasets, mesh)
+    saver.start(progress, model, optimizer)
+    return saver.finish()
+
+
+def stamp() -> dict[str, str]:
+    """What every manifest says of when and by which versions it was written."""
+    return {
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "steptron_version": steptron.__version__,
+        "torch_version": torch.__version__,
+        "megatron_version": version("megatron-core"),
+    }
+
+
+class _Writing:
+    """A thread that writes this process's files of a checkpoint.
+
+    Attributes:
+        results: what Megatron-Core's writers leave for the list of tensors: the results by file, or an exception.
+        sums: of the files that it wrote, by name.
+    """
+
+    def __init__(self, transforms: Any, buckets: _Buckets, folder: Path) -> None:
+        self.results: dict[int, list[Any]] | Exception = {}
+        self.sums: dict[str, FileSum] = {}
+        self._folder = folder
+        self._thread = threading.Thread(target=self._write, args=(transforms, buckets), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _write(self, transforms: Any, buckets: _Buckets) -> None:
+        results: dict[int, list[Any]] = {}
+        try:
+            for index, bucket in enumerate(buckets):
+                results[index] = _write_file(transforms, index, bucket)
+            self.sums = file_sums(self._folder, [name for _, name, _ in buckets])
+            self.results = results
+        except Exception as error:
+            self.results = error
+
+
+class _Pending:
+    """A save that has been started."""
+
+    def __init__(self, manifest: Manifest, temporary: Path, request: AsyncRequest, writing: _Writing) -> None:
+        self.manifest = manifest
+        self.temporary = temporary
+        self._request = request
+        self.writing = writing
+
+    def collect(self) -> dict[str, FileSum]:
+        """Waits for all processes' writers and lets Megatron-Core write its lists; the checksums of all files that they
+        wrote. Collective.
+
+        Raises:
+            UserError: a writer failed; on every rank.
+        """
+        self.writing.wait()
+        gathered: list[tuple[dict[str, FileSum], str | None]] = [({}, None)] * dist.get_world_size()
+        failed = what_failed(self.writing.results) if isinstance(self.writing.results, Exception) else None
+        dist.all_gather_object(gathered, (self.writing.sums, failed))
+        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
+        if failures:
+            raise UserError(f"{_TITLE}: {self.temporary}: {'; '.join(failures[:8])}")
+        _results_of_this_process().put(self.writing.results)
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except FAILURES as error:
+            raise UserError(f"{_TITLE}: {self.temporary}: {what_failed(error)}") from error
+        return {name: total for sums, _ in gathered for name, total in sums.items()}
+
+
+@functools.cache
+def _results_of_this_process() -> queue.SimpleQueue[Any]:
+    """Where Megatron-Core looks for what its writers wrote.
+
+    It would start a manager process for that queue: seconds for the first save, a save that hangs when the manager
+    dies, and a process left over when a rank is killed.
+    """
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    filesystem_async._results_queue = results
+    return results
+
+
+def _plan(tensors: dict[str, ShardedTensor], folder: Path) -> AsyncRequest:
+    """Megatron-Core's plan of who writes what, as the request that one of its own writers would carry out."""
+    results = _results_of_this_process()
+    while not results.empty():  # of a save that failed elsewhere
+        results.get()
+    # 0.19 knows another package's writers, and would take them.
+    strategy = {"async_strategy": "mcore"} if "async_strategy" in _SAVE_PARAMETERS else {}
+    try:
+        request = dist_checkpointing.save(
+            dict(tensors), str(folder), validate_access_integrity=True, async_sharded_save=True, **strategy
+        )
+    except FAILURES as error:
+        raise UserError(f"{_TITLE}: {folder}: {what_failed(error)}") from error
+    assert request is not None
+    return request
+
+
+_SAVE_PARAMETERS = inspect.signature(dist_checkpointing.save).parameters
+
+
+def _transforms(request: AsyncRequest) -> Any:
+    """What Megatron-Core's function for writing wants to be given first: torch's transforms of what is written."""
+    return [] if request.async_fn is None else request.async_fn.args[0]
+
+
+def _staged(request: AsyncRequest, tensors: Mapping[str, ShardedTensor]) -> _Buckets:
+    """What this process writes, copied to its own memory."""
+    if request.async_fn is None or request.preload_fn is None:
+        return []
+    live = {sharded.data.untyped_storage().data_ptr() for sharded in tensors.values()}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        # Megatron-Core has copied views, and what lay on a GPU.
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+
+    return [
+        (path, name, (objects, [(item, copied(tensor)) for item, tensor in held]))
+        for path, name, (objects, held) in request.preload_fn()
+    ]
+
+
+def _write_file(transforms: Any, index: int, bucket: Any) -> list[Any]:
+    """Writes one file to the disk, by Megatron-Core's function for it; returns where in it each item lies."""
+    results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(index)
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+        transforms,
+        local_proc_idx=index,
+        write_bucket=bucket,
+        results_queue=results,
+        count_queue=running,
+        use_fsync=True,
+    )
+    _, written = results.get_nowait()
+    if isinstance(written, Exception):
+        raise written
+    return list(written)
+
+
+def _prepare(temporary: Path) -> None:
+    for leftover in partial_folders(temporary.parent):
+        shutil.rmtree(leftover)
+    temporary.mkdir(parents=True)
