@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -201,6 +202,8 @@ def _serve(connection: Connection, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is imported stays: the collections after each task pass over it
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
@@ -211,6 +214,8 @@ def _serve(connection: Connection, log: str) -> None:
         except BaseException:
             answer = pickle.dumps(("error", traceback.format_exc()))
         connection.send_bytes(answer)
+        # Groups that cycles still hold keep their threads, and each of gloo's wakes a hundred times a second.
+        gc.collect()
 
 
 def _perform(task: _Task) -> Any:
@@ -227,6 +232,7 @@ def _perform(task: _Task) -> Any:
         world_size=task.world_size,
         timeout=timedelta(seconds=task.timeout_seconds),
     )
+    dist.barrier()  # a rank that ends at once must not leave while others still connect to it
     try:
         return function(task.rank, task.world_size, *args)
     finally:

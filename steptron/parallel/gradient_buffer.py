@@ -105,7 +105,6 @@ class GradientBuffers:
 
     def __init__(self, buffers: Sequence[GradientBuffer], groups: Mapping[str, ReplicaGroup]) -> None:
         self.buffers = list(buffers)
-        self.sync_enabled = True
         self._queues: list[_Queue] = []
         for name in dict.fromkeys(buffer.plan.replicas for buffer in buffers):
             own = [buffer for buffer in buffers if buffer.plan.replicas == name]
@@ -113,7 +112,17 @@ class GradientBuffers:
             self._queues.append(queue)
             for buffer in own:
                 for parameter, spans in buffer.spans_of.items():
-                    self._accumulate_into(parameter, spans, queue)
+                    _accumulate_into(parameter, spans, queue)
+
+    @property
+    def sync_enabled(self) -> bool:
+        """Whether gradients are reduced as they arrive; False while micro-batches only add to them."""
+        return all(queue.is_enabled for queue in self._queues)
+
+    @sync_enabled.setter
+    def sync_enabled(self, enabled: bool) -> None:
+        for queue in self._queues:
+            queue.is_enabled = enabled
 
     def __iter__(self) -> Iterator[GradientBuffer]:
         return iter(self.buffers)
@@ -130,23 +139,30 @@ class GradientBuffers:
         for queue in self._queues:
             queue.finish()
 
-    def _accumulate_into(self, parameter: torch.nn.Parameter, spans: Sequence[_Span], queue: _Queue) -> None:
-        def accumulate(parameter: torch.nn.Parameter) -> None:
-            assert parameter.grad is not None
-            if any(span.work is not None for span in spans):
-                raise RuntimeError(
-                    f"a gradient of shape {list(parameter.shape)} arrived after its bucket was reduced: "
-                    "only the last micro-batch's backward may run outside no_sync(), and once"
-                )
-            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-            parameter.grad = None
-            if parameter.is_cuda:
-                for span in spans:
-                    span.streams.add(torch.cuda.current_stream(parameter.device))
-            if self.sync_enabled:
-                queue.arrived(spans)
 
-        parameter.register_post_accumulate_grad_hook(accumulate)
+def _accumulate_into(parameter: torch.nn.Parameter, spans: Sequence[_Span], queue: _Queue) -> None:
+    """Has a parameter's gradients added to its buffer as they arrive.
+
+    The hook holds on to no parameter: torch cannot collect a cycle that goes through its hooks, and a model that is
+    built and dropped would stay in memory, with its process groups.
+    """
+
+    def accumulate(parameter: torch.nn.Parameter) -> None:
+        assert parameter.grad is not None
+        if any(span.work is not None for span in spans):
+            raise RuntimeError(
+                f"a gradient of shape {list(parameter.shape)} arrived after its bucket was reduced: "
+                "only the last micro-batch's backward may run outside no_sync(), and once"
+            )
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
+        if parameter.is_cuda:
+            for span in spans:
+                span.streams.add(torch.cuda.current_stream(parameter.device))
+        if queue.is_enabled:
+            queue.arrived(spans)
+
+    parameter.register_post_accumulate_grad_hook(accumulate)
 
 
 class _Queue:
@@ -156,6 +172,7 @@ class _Queue:
         self._group = group
         self._spans = spans
         self._next = 0
+        self.is_enabled = True
 
     def arrived(self, spans: Sequence[_Span]) -> None:
         """One more parameter of these spans has all its gradients."""
