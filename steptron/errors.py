@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 
 class UserError(Exception):
     """Something the user gave cannot be used. The message says what, where, and what would be right.
 
-    The command line prints it without a traceback and exits with code 2.
+    The command line prints it without a traceback and exits with its code.
     """
+
+    exit_code: ClassVar[int] = 2
 
 
 class ConfigError(UserError):
@@ -20,6 +24,12 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{title}: {count}", *(f"  - {problem}" for problem in self.problems)]))
+
+
+class PeerError(UserError):
+    """Another process of the run is the cause: it died, hangs, or failed first. Starting anew may help."""
+
+    exit_code: ClassVar[int] = os.EX_PROTOCOL
 
 
 def some_of(names: Sequence[str]) -> str:

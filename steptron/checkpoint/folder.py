@@ -20,9 +20,15 @@ def checkpoint_folder(output: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int:
     """The step in the name of a checkpoint's folder."""
+    step = named_step(folder)
+    assert step is not None, folder
+    return step
+
+
+def named_step(folder: Path) -> int | None:
+    """The step in a folder's name; None where it is not named as the checkpoints of a run are."""
     match = _NAME.fullmatch(folder.name)
-    assert match is not None, folder
-    return int(match[1])
+    return None if match is None else int(match[1])
 
 
 def staging(output: Path, step: int) -> Path:
@@ -34,6 +40,14 @@ def staging(output: Path, step: int) -> Path:
 def partial_folders(root: Path) -> list[Path]:
     """What killed saves and deletions have left in a run's ``checkpoints`` folder."""
     return sorted([*root.glob(f"*{_PARTIAL}"), *root.glob(".step_*.replaced-*")])
+
+
+def put_back(output: Path) -> None:
+    """Gives a checkpoint its name back that was moved aside for a new one, when the process died in between."""
+    for aside in (output / "checkpoints").glob(".step_*.replaced-*"):
+        final = aside.with_name(aside.name.partition(".replaced-")[0].removeprefix("."))
+        if not final.exists():
+            aside.rename(final)
 
 
 def list_checkpoints(output: Path) -> list[Path]:
@@ -62,7 +76,11 @@ def resolve(path: Path) -> Path:
 
 
 def delete(checkpoint: Path) -> None:
-    """Deletes a checkpoint; at no moment is a part of it taken for a whole one."""
+    """Deletes a checkpoint; at no moment is a part of it taken for a whole one. Of one that is a link to elsewhere the
+    link goes, and what it points to stays."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
     doomed = checkpoint.with_name(f"{checkpoint.name}.deleted{_PARTIAL}")
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,18 +25,19 @@ def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> 
     """Restores parameters, router biases, optimizer state and random generators; returns how far the run had come.
 
     Generators go on where each rank's stopped when as many processes load as have saved; otherwise they stay as they
-    are. Collective.
+    are. Optimizer state of parameters that the run has frozen since is left out. Collective.
 
     Raises:
-        UserError: on every rank: a tensor that any rank needs is missing or has another shape (message names it).
+        UserError: on every rank: the checkpoint cannot be read, or does not fit: the message names every tensor that
+            any rank needs and that is missing or has another shape or dtype, and what the checkpoint has besides.
     """
     manifest = read_manifest(folder)
     if manifest.progress is None:
         raise UserError(f"{folder} holds a model alone, not the state of a run")
     tensors = model_tensors(model, mesh) | optimizer_tensors(optimizer)
-    stored = _stored_shapes(folder)
+    stored = _stored(folder)
     _check_matches(folder, model, tensors, stored)
-    states = {key: state for key, state in random_tensors().items() if stored.get(key) == list(state.global_shape)}
+    states = {key: state for key, state in random_tensors().items() if stored.get(key) == _form(state)}
     load_tensors(folder, tensors | states)
     if states:
         set_random_states({key.removeprefix("random."): state.data[0] for key, state in states.items()})
@@ -60,25 +62,35 @@ def load_tensors(folder: Path, tensors: dict[str, ShardedTensor]) -> None:
         target.copy_(loaded[key])
 
 
-def _stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors in a checkpoint, by key."""
+Form = tuple[list[int], torch.dtype]
+"""Shape of a whole tensor, and its dtype."""
+
+
+def _form(tensor: ShardedTensor) -> Form:
+    return list(tensor.global_shape), tensor.dtype
+
+
+def _stored(folder: Path) -> dict[str, Form]:
+    """The tensors in a checkpoint, by key."""
     try:
         entries = dist_checkpointing.load_tensors_metadata(str(folder))
     except FAILURES as error:
         raise UserError(f"{folder} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
-    return {key: list(entry.global_shape) for key, entry in entries.items()}
+    return {key: _form(entry) for key, entry in entries.items()}
 
 
 def _check_matches(
-    folder: Path, model: ModelChunks, tensors: dict[str, ShardedTensor], stored: dict[str, list[int]]
+    folder: Path, model: ModelChunks, tensors: Mapping[str, ShardedTensor], stored: Mapping[str, Form]
 ) -> None:
-    wrong: dict[str, str] = {}
-    for tensor in tensors.values():
-        key, needed = tensor.key, list(tensor.global_shape)
-        if key not in stored:
-            wrong[key] = f"{key} is missing"
-        elif stored[key] != needed:
-            wrong[key] = f"{key} has shape {stored[key]}, the model needs {needed}"
+    needed = {tensor.key: _form(tensor) for tensor in tensors.values()}
+    wrong = {key: f"{key} is missing" for key in needed if key not in stored}
+    for key in needed.keys() & stored.keys():
+        (shape, dtype), (stored_shape, stored_dtype) = needed[key], stored[key]
+        if stored_shape != shape:
+            wrong[key] = f"{key} has shape {stored_shape}, the model needs {shape}"
+        elif stored_dtype != dtype:
+            wrong[key] = f"{key} is {_name(stored_dtype)}, the model needs {_name(dtype)}"
+    wrong |= {key: f"{key} is not part of this optimizer's state" for key in _useless_state(needed, stored)}
     matrices = [matrix.name for parameter in model.spec.parameters() for matrix in parameter.matrices]
     known = {f"model.{name}" for name in matrices}
     wrong |= {key: f"{key} is not part of the model" for key in stored if key.startswith("model.") and key not in known}
@@ -92,3 +104,16 @@ def _check_matches(
         shown = "\n  ".join(wrong[key] for key in keys[:20])
         shown += f"\n  and {len(keys) - 20} more" if len(keys) > 20 else ""
         raise UserError(f"checkpoint {folder} does not fit this model:\n  {shown}")
+
+
+def _useless_state(needed: Mapping[str, Form], stored: Mapping[str, Form]) -> Iterator[str]:
+    """Keys of stored optimizer state of another kind than this rank has of the same matrix; none of matrices that it
+    has no state of: their owners see to them, and nobody where they are frozen."""
+    owned = {matrix_name(key) for key in needed if key.startswith("optimizer.")}
+    for key in stored:
+        if key.startswith("optimizer.") and key not in needed and matrix_name(key) in owned:
+            yield key
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from steptron.checkpoint.folder import list_checkpoints, partial_folders
-from steptron.checkpoint.verification import problems
+from steptron.checkpoint.folder import list_checkpoints, partial_folders, put_back
+from steptron.checkpoint.verification import Report, problems
 from steptron.errors import UserError
+from steptron.platform.distributed import on_first_rank
 
 
 def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Path | None:
@@ -26,8 +27,12 @@ def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Pa
     """
     # One rank decides for all: others may see another state of a shared folder.
     found: list[list[Path]] = [[], []]
-    if dist.get_rank() == 0:
-        found = [list_checkpoints(output), partial_folders(output / "checkpoints")]
+
+    def look() -> None:
+        put_back(output)
+        found[:] = list_checkpoints(output), partial_folders(output / "checkpoints")
+
+    on_first_rank(f"the checkpoints of {output} cannot be looked for", look)
     dist.broadcast_object_list(found, src=0)
     folders, partial = found
     if partial:
@@ -45,8 +50,12 @@ def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Pa
     return None
 
 
-def problems_of_all(folder: Path, contents: bool) -> list[str]:
-    """What is wrong with a checkpoint, of whose files each process tests its share. Collective."""
+def problems_of_all(folder: Path, contents: bool, report: Report = lambda done, total: None) -> list[str]:
+    """What is wrong with a checkpoint, of whose files each process tests its share. Collective.
+
+    ``report`` is told of the progress of this process's share.
+    """
+    share = dist.get_rank(), dist.get_world_size()
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, problems(folder, contents, (dist.get_rank(), dist.get_world_size())))
+    dist.all_gather_object(gathered, problems(folder, contents, share, report))
     return sorted({text for own in gathered for text in own})

@@ -89,7 +89,6 @@ class Saver:
         temporary = staging(self._config.train.output, progress.step)
         on_first_rank(_TITLE, lambda: _prepare(temporary))
         tensors = model_tensors(model, self._mesh) | optimizer_tensors(optimizer) | random_tensors()
-        request = _plan(tensors, temporary)
         manifest = Manifest(
             **stamp(),
             processes=dist.get_world_size(),
@@ -100,8 +99,7 @@ class Saver:
             datasets=self._datasets,
             files={},
         )
-        writing = _Writing(_transforms(request), _staged(request, tensors), temporary)
-        self._pending = _Pending(manifest, temporary, request, writing)
+        self._pending = _begin(temporary, manifest, tensors, changing=True)
 
     @property
     def is_pending(self) -> bool:
@@ -136,15 +134,29 @@ class Saver:
             raise
         return final
 
-    def _publish(self, pending: _Pending, sums: dict[str, FileSum], final: Path) -> None:
-        temporary = pending.temporary
-        (temporary / CONFIG).write_text(to_yaml(self._config))
-        for name in TOKENIZER_FILES:
-            source = self._config.data.train[0].path / name
-            if source.is_file():
-                shutil.copyfile(source, temporary / name)
-        complete(temporary, pending.manifest, sums)
-        publish(temporary, final)
+    def _publish(self, pending: _Pending, sums: Mapping[str, FileSum], final: Path) -> None:
+        _add_rest(pending, sums, self._config, self._config.data.train[0].path)
+        publish(pending.temporary, final)
+
+
+def write(
+    folder: Path, manifest: Manifest, tensors: dict[str, ShardedTensor], config: PretrainConfig, tokenizer: Path
+) -> None:
+    """Writes a checkpoint into an empty folder, and waits for it. Collective.
+
+    Args:
+        folder: the folder, the same on every rank.
+        manifest: what it says of itself; its files are filled in.
+        tensors: what this process holds of the state, by any distinct names; must not change meanwhile.
+        config: the run's configuration.
+        tokenizer: a folder from which the tokenizer's files are taken, as far as they are there.
+
+    Raises:
+        UserError: on every rank: something could not be written.
+    """
+    pending = _begin(folder, manifest, tensors, changing=False)
+    sums = pending.collect()
+    on_first_rank(_TITLE, lambda: _add_rest(pending, sums, config, tokenizer))
 
 
 def complete(folder: Path, manifest: Manifest, sums: Mapping[str, FileSum]) -> None:
@@ -180,6 +192,23 @@ def stamp() -> dict[str, str]:
         "torch_version": torch.__version__,
         "megatron_version": version("megatron-core"),
     }
+
+
+def _begin(folder: Path, manifest: Manifest, tensors: dict[str, ShardedTensor], changing: bool) -> _Pending:
+    """Begins to write tensors; ``changing`` says that they may change meanwhile, so that they are copied first."""
+    request = _plan(tensors, folder)
+    writing = _Writing(_transforms(request), _staged(request, tensors if changing else {}), folder)
+    return _Pending(manifest, folder, request, writing)
+
+
+def _add_rest(pending: _Pending, sums: Mapping[str, FileSum], config: PretrainConfig, tokenizer: Path) -> None:
+    """On one process, when all tensors are written: the other files, and the manifest at last."""
+    folder = pending.temporary
+    (folder / CONFIG).write_text(to_yaml(config))
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    complete(folder, pending.manifest, sums)
 
 
 class _Writing:
@@ -285,7 +314,7 @@ def _transforms(request: AsyncRequest) -> Any:
 
 
 def _staged(request: AsyncRequest, tensors: Mapping[str, ShardedTensor]) -> _Buckets:
-    """What this process writes, copied to its own memory."""
+    """What this process writes, copied to its own memory where it is one of the given tensors."""
     if request.async_fn is None or request.preload_fn is None:
         return []
     live = {sharded.data.untyped_storage().data_ptr() for sharded in tensors.values()}

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from steptron.checkpoint.fit import Filling, Fit, fit, logical_shapes
 from steptron.checkpoint.folder import MANIFEST, resolve
 from steptron.checkpoint.manifest import read_model_config, read_sequence_length
 from steptron.checkpoint.matrices import StoredMatrices
@@ -33,12 +34,14 @@ class Weights(Protocol):
         model: the architecture.
         precision: dtype of every tensor but the router's selection biases, which are fp32.
         sequence_length: tokens of the sequences that it was trained on, where that is known.
+        filling: what fills the places of a model that they leave open; None: nothing may be missing.
     """
 
     path: Path
     model: ModelConfig
     precision: Precision
     sequence_length: int | None
+    filling: Filling | None
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor, by released name."""
@@ -50,27 +53,39 @@ class Weights(Protocol):
             UserError: a file cannot be read.
         """
 
-    def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
-        """Copies to every parameter and router bias of this process its part; each process reads just that.
-
-        The model may leave out MTP depths, and a depth's own output matrix where it shares the main one.
+    def fit(self, spec: ModelSpec) -> Fit:
+        """What of a model is not read from them.
 
         Raises:
             ConfigError: lists every tensor that is missing, has another shape, or is not part of the model.
+        """
+
+    def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
+        """Sets every parameter and router bias of this process's part of a model; each process reads just that.
+
+        The model may leave out MTP depths, and a depth's own output matrix where it shares the main one. Numbers are
+        converted to the model's dtype.
+
+        Raises:
+            ConfigError: as :meth:`fit` does.
             UserError: a file cannot be read.
         """
 
 
-def open_weights(path: Path) -> Weights:
+def open_weights(path: Path, filling: Filling | None = None) -> Weights:
     """The weights in a folder: of a released model, of a checkpoint, or of a run (its newest checkpoint).
+
+    Args:
+        path: the folder.
+        filling: what fills the places of a model that they leave open; nothing may be missing when None.
 
     Raises:
         UserError: the folder holds neither, or what it holds does not fit its configuration; every problem is listed.
     """
     if (path / SINGLE).is_file() or (path / INDEX).is_file() or (path / CONFIG).is_file():
-        return ReleasedWeights(path)
+        return ReleasedWeights(path, filling)
     try:
-        return CheckpointWeights(resolve(path))
+        return CheckpointWeights(resolve(path), filling)
     except UserError as error:
         if (path / MANIFEST).is_file() or (path / "checkpoints").is_dir():
             raise
@@ -84,14 +99,15 @@ def same_on_every_rank(weights: Weights) -> Weights:
     """The weights that the first rank has found: a run may write a newer checkpoint while others look. Collective."""
     found = [weights.path]
     dist.broadcast_object_list(found, src=0)
-    return weights if found[0] == weights.path else open_weights(found[0])
+    return weights if found[0] == weights.path else open_weights(found[0], weights.filling)
 
 
 class ReleasedWeights:
     """Weights in the released layout, checked against their ``config.json``; see :class:`Weights`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, filling: Filling | None = None) -> None:
         self.path = path
+        self.filling = filling
         self.raw = read_json(path / CONFIG)
         self.model = read_released_config(self.raw, str(path / CONFIG))
         self.precision: Precision = read_precision(self.raw, str(path / CONFIG))
@@ -110,30 +126,35 @@ class ReleasedWeights:
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return {name: self.folder.read(name) for name in names}
 
+    def fit(self, spec: ModelSpec) -> Fit:
+        return fit(self.path, {tensor.matrix.name: tensor.shape for tensor in self.expected}, spec, self.filling)
+
     @torch.no_grad()
     def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
+        found = self.fit(model.spec)
         stored = {tensor.matrix.name: tensor for tensor in self.expected}
-        _check_available(self.path, _shapes(model.spec), {name: tensor.shape for name, tensor in stored.items()})
         tensors = dict(model.logical_tensors())
         for parameter in model.spec.parameters():
-            if parameter.name not in tensors:
+            if parameter.name not in tensors or found.leaves_open(parameter.name):
                 continue
             for part in shard(parameter, mesh.place).matrices:
                 target = tensors[parameter.name].narrow(
                     1 if parameter.is_expert else 0, part.rows[0], part.rows[1] - part.rows[0]
                 )
                 target.copy_(self.folder.read(stored[part.matrix.name].name, _slices(part)))
+        found.fill(tensors, model.spec, mesh.place, self.filling)
 
 
 class CheckpointWeights:
     """The model of one of our checkpoints; see :class:`Weights`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, filling: Filling | None = None) -> None:
         self.path = path
+        self.filling = filling
         self.model = read_model_config(path)
         self.sequence_length = read_sequence_length(path)
         self.stored = StoredMatrices(path)
-        expected = _shapes(model_spec(self.model))
+        expected = logical_shapes(model_spec(self.model))
         problems = [f"{name} is missing" for name in expected if name not in self.stored.matrices]
         problems += [f"{name} is not part of the model" for name in self.stored.matrices if name not in expected]
         if problems:
@@ -153,37 +174,17 @@ class CheckpointWeights:
         matrices = self.stored.read(dict.fromkeys(self._by_name[name] for name in names))
         return {name: matrices[self._by_name[name]] for name in names}
 
+    def fit(self, spec: ModelSpec) -> Fit:
+        return fit(self.path, {name: matrix.shape for name, matrix in self.stored.matrices.items()}, spec, self.filling)
+
     def load_into(self, model: ModelChunks, mesh: Mesh) -> None:
         from steptron.checkpoint.loading import load_tensors
-        from steptron.checkpoint.tensors import model_tensors
+        from steptron.checkpoint.tensors import matrix_name, model_tensors
 
-        stored = {name: matrix.shape for name, matrix in self.stored.matrices.items()}
-        _check_available(self.path, _shapes(model.spec), stored)
-        load_tensors(self.path, model_tensors(model, mesh))
-
-
-def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of the logical matrices of a model, by name."""
-    return {
-        matrix.name: parameter.matrix_shape(matrix) for parameter in spec.parameters() for matrix in parameter.matrices
-    }
-
-
-def _check_available(path: Path, needed: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    problems = []
-    for name, shape in needed.items():
-        if name not in stored:
-            problems.append(f"{name} {list(shape)} is not there")
-        elif stored[name] != shape:
-            problems.append(f"{name} has shape {list(stored[name])}, the model needs {list(shape)}")
-    # MTP depths may be left out, and the output matrices of those that share the main one; nothing else.
-    problems += [
-        f"{name} {list(shape)} is not part of this model"
-        for name, shape in stored.items()
-        if name not in needed and not name.startswith("mtp.")
-    ]
-    if problems:
-        raise ConfigError(f"the weights in {path} do not fit this model", problems)
+        found = self.fit(model.spec)
+        tensors = model_tensors(model, mesh)
+        load_tensors(self.path, {k: t for k, t in tensors.items() if not found.leaves_open(matrix_name(k))})
+        found.fill(dict(model.logical_tensors()), model.spec, mesh.place, self.filling)
 
 
 def _slices(part: MatrixShard) -> list[slice]:

@@ -31,7 +31,7 @@ def generate(
 
     if any(0xD800 <= ord(character) <= 0xDFFF for character in prompt):
         raise UserError("--prompt is not valid UTF-8 text")
-    device = distributed.start("auto", threads=None, timeout_seconds=60)
+    device, _ = distributed.start("auto", threads=None, timeout_seconds=60)
 
     from steptron.checkpoint.restore import restore_model
     from steptron.checkpoint.weights import open_weights

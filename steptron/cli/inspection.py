@@ -263,7 +263,7 @@ class _Job:
         """Joins the other processes and loads the model; rank 0 writes what is computed."""
         from steptron.platform import distributed
 
-        device = distributed.start("auto", None, self.config.parallel.timeout_seconds)
+        device, _ = distributed.start("auto", None, self.config.parallel.timeout_seconds)
 
         from steptron.checkpoint.weights import same_on_every_rank
         from steptron.inspection.archive import write_arrays

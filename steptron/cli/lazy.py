@@ -34,7 +34,7 @@ class LazyCommand:
 
 
 class LazyGroup(TyperGroup):
-    """Lists ``lazy_commands`` without importing them, and shows a `UserError` as one message with exit code 2."""
+    """Lists ``lazy_commands`` without importing them; shows a `UserError` as one message and exits with its code."""
 
     lazy_commands: ClassVar[dict[str, LazyCommand]] = {}
 
@@ -55,6 +55,8 @@ class LazyGroup(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             if isinstance(error, ConfigError) and world().local_rank > 0:
-                raise typer.Exit(2) from error  # all processes of a machine find the same; its first one says it
+                raise typer.Exit(
+                    error.exit_code
+                ) from error  # all processes of a machine find the same; its first one says it
             typer.secho(str(error), fg=typer.colors.RED, err=True)
-            raise typer.Exit(2) from error
+            raise typer.Exit(error.exit_code) from error

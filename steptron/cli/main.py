@@ -22,7 +22,9 @@ class _SteptronGroup(LazyGroup):
         "config": LazyCommand("steptron.cli.config:app", "Show and check a configuration."),
         "plan": LazyCommand("steptron.cli.plan:plan", "Show what a layout costs and what its ranks hold."),
         "model": LazyCommand("steptron.cli.model:app", "Show a model; logits and traces of its weights."),
-        "checkpoint": LazyCommand("steptron.cli.checkpoint:app", "Import, export and compare weights."),
+        "checkpoint": LazyCommand(
+            "steptron.cli.checkpoint:app", "Inspect, verify, prune, reshard; move and compare weights."
+        ),
         "doctor": LazyCommand("steptron.cli.doctor:doctor", "Test this machine and say what to mend."),
     }
 

@@ -128,6 +128,7 @@ def _print_counts(console: Console, spec: ModelSpec, counts: ParameterCounts) ->
         ("  of it: embedding", counts.embedding),
         ("  of it: output matrix", counts.head),
         *((f"MTP depth {number}", size) for number, size in enumerate(counts.mtp, start=1)),
+        *([("value head", counts.value_head)] if counts.value_head else []),
         ("together", counts.total),
     ]
     console.print("\nParameters")

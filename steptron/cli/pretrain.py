@@ -18,6 +18,9 @@ def pretrain(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over: delete this run's earlier checkpoints and log.")
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="With --nproc: how often all processes start again after one has died or failed.")
+    ] = 0,
     profile: Annotated[
         str | None,
         typer.Option(metavar="STEPS", help="Steps to profile, such as 20, 20-22 or 20-22,100; see docs/profiling.md."),
@@ -30,13 +33,16 @@ def pretrain(
     """Pre-train a model.
 
     With --nproc N, N local processes are started; under torchrun or SLURM the process joins the
-    others. The same command continues an interrupted run from its newest checkpoint. Exit code 75
-    says that the run was asked to stop (Ctrl-C, SIGTERM), wrote a checkpoint and can be continued.
+    others. The same command continues an interrupted run from its newest whole checkpoint.
+
+    Exit codes: 0 the run is complete; 75 it was asked to stop (Ctrl-C, SIGTERM, SIGUSR1), wrote a checkpoint and can be
+    continued; 76 another process of the run died or hangs; 2 something has to be mended first.
     """
     from steptron.config.checks import check
     from steptron.config.loader import load
     from steptron.errors import UserError
     from steptron.platform import distributed, launch
+    from steptron.platform.world import attempt
     from steptron.profiling.request import parse_request
 
     config = load(file, overrides or []).config
@@ -50,18 +56,29 @@ def pretrain(
         raise UserError("--profile-ranks says which ranks profile; add --profile to say which steps")
     request = None if profile is None else parse_request(profile, profile_ranks, config.train.steps, world_size)
     check(config, world_size=world_size, check_data=True)
-    if joined is None and world_size > 1:
-        arguments = ["pretrain", str(file), *(overrides or []), *(["--fresh"] if fresh else [])]
+    if joined is not None and max_restarts:
+        raise UserError(
+            "--max-restarts is for processes that --nproc starts: give it to torchrun (--max-restarts) instead"
+        )
+    if joined is None and (world_size > 1 or max_restarts):
+        again = ["pretrain", str(file), *(overrides or [])]
         for option, value in (("--profile", profile), ("--profile-ranks", profile_ranks)):
-            arguments += [] if value is None else [option, value]
-        raise typer.Exit(launch.run_local(world_size, arguments))
+            again += [] if value is None else [option, value]
+        first = [*again, "--fresh"] if fresh else again
+        raise typer.Exit(launch.run_local(world_size, first, max_restarts=max_restarts, restart_arguments=again))
 
-    device = distributed.start(config.train.device, config.train.threads, config.parallel.timeout_seconds)
+    timeout, faults = config.parallel.timeout_seconds, config.train.faults
+    device, store = distributed.start(config.train.device, config.train.threads, timeout)
 
+    from steptron.platform.watch import Watch
     from steptron.train.loop import Pretraining
     from steptron.train.stop import STOPPED_EXIT_CODE
 
-    complete = Pretraining(config, device, fresh, request).run()
+    place = distributed.world()
+    hang_after = faults.hang_after_seconds or 0.8 * timeout
+    with Watch(store, place.rank, place.size, faults.dead_after_seconds, hang_after, config.train.output) as watch:
+        # What torchrun starts again goes on from what there is by now.
+        complete = Pretraining(config, device, fresh and attempt() == 0, request, watch.progress).run()
     distributed.shutdown()
     if not complete:
         raise typer.Exit(STOPPED_EXIT_CODE)

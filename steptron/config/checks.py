@@ -69,6 +69,8 @@ def check(
         *_machine(config.train, device),
         *_kernels(config.train, config.parallel, device),
         *_output(config.train.output),
+        *_missing_weights(config),
+        *_faults(config),
         *_index_cache(config.data.index_cache),
         *(_data_folders(config) if check_data else ()),
     ]
@@ -692,6 +694,29 @@ def _output(output: Path) -> Iterator[str]:
         yield f"train.output ({output}) cannot be a folder: {existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"train.output ({output}) cannot be written: no permission to write in {existing}"
+
+
+def _faults(config: PretrainConfig) -> Iterator[str]:
+    timeout, hang_after = config.parallel.timeout_seconds, config.train.faults.hang_after_seconds
+    if hang_after is not None and hang_after >= timeout:
+        yield (
+            f"train.faults.hang_after_seconds ({hang_after:g}) must be less than parallel.timeout_seconds ({timeout}), "
+            "after which a process that waits gives up, and nobody would know for whom"
+        )
+
+
+def _missing_weights(config: PretrainConfig) -> Iterator[str]:
+    """What is to fill open places needs such places."""
+    missing, model = config.train.initial_weights_missing, config.model
+    absent = {
+        "mtp": "model.mtp.depths is 0" if model.mtp.depths == 0 else None,
+        "value_head": None if model.value_head else "model.value_head is false",
+    }
+    for name, why in absent.items():
+        if _is_set(missing, name):
+            why = "train.initial_weights is not" if config.train.initial_weights is None else why
+            if why is not None:
+                yield f"train.initial_weights_missing.{name} is set, but {why}: leave it out"
 
 
 def _index_cache(folder: Path | None) -> Iterator[str]:

@@ -138,6 +138,7 @@ class InitConfig(Section):
         None, description="standard deviation of the output matrices; `std` when unset"
     )
     router_std: PositiveFloat | None = Field(None, description="standard deviation of the router; `std` when unset")
+    value_head_std: PositiveFloat = Field(1e-5, description="standard deviation of the value head")
     scale_residual_by_depth: bool = Field(
         True, description="divide the std of matrices that write to the residual by sqrt(2 x layers)"
     )
@@ -161,6 +162,11 @@ class ModelConfig(Section):
     moe: MoeConfig = Field(description="mixture-of-experts layers")
     clamp: ClampConfig = Field(default_factory=ClampConfig, description="activation clipping")
     mtp: MtpConfig = Field(default_factory=MtpConfig, description="multi-token prediction")
+    value_head: bool = Field(
+        False,
+        description="an output of one number for each token beside the output matrix, for a critic; pre-training keeps "
+        "its weights as they are",
+    )
     norm_eps: Epsilon = Field(1e-5, description="epsilon of every RMSNorm")
     init: InitConfig = Field(default_factory=InitConfig, description="initial values")
 
@@ -518,6 +524,17 @@ class LoggingConfig(Section):
     wandb_project: str | None = Field(None, description="Weights & Biases project; off when unset")
 
 
+class InitialWeightsMissingConfig(Section):
+    """What becomes of parts of the model that the initial weights do not have."""
+
+    mtp: Literal["refuse", "clone"] = Field(
+        "refuse", description="MTP depths beyond theirs: refuse to start, or start each as a copy of depth 1"
+    )
+    value_head: Literal["refuse", "initialise"] = Field(
+        "refuse", description="value head: refuse to start, or draw it at random (`model.init.value_head_std`)"
+    )
+
+
 class TrainConfig(Section):
     """The training loop."""
 
@@ -547,6 +564,9 @@ class TrainConfig(Section):
         None,
         description="weights that a new run starts from: a checkpoint, a run's folder or a released model's folder; "
         "drawn at random (`model.init`) when unset",
+    )
+    initial_weights_missing: InitialWeightsMissingConfig = Field(
+        default_factory=InitialWeightsMissingConfig, description="parts of the model that they do not have"
     )
     seed: NonNegativeInt = Field(1234, description="seed of the initial values")
     deterministic: bool = Field(False, description="use only deterministic operations")

@@ -29,6 +29,7 @@ from steptron.model.router import Router
 from steptron.model.sequence import SequenceContext, shift_left
 from steptron.model.stages import Stage
 from steptron.model.transformer_config import StepConfig
+from steptron.model.value_head import ValueHead
 from steptron.parallel.sequence_shard import SequenceShard
 from steptron_kernels.linear_cross_entropy import plain as plain_linear_cross_entropy
 
@@ -58,6 +59,7 @@ class StepModel(MegatronModule):
         groups: process groups.
         mtp_depths: MTP depths that run, counted from the nearest. Depths beyond are kept, frozen.
         freeze_router: router weights get no gradient.
+        freeze_value_head: nor does the value head.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class StepModel(MegatronModule):
         groups: ProcessGroupCollection,
         mtp_depths: int | None = None,
         freeze_router: bool = False,
+        freeze_value_head: bool = False,
     ) -> None:
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder
@@ -95,6 +98,8 @@ class StepModel(MegatronModule):
             self.head = column_parallel(spec.hidden_size, self._padded_vocabulary, config, groups.tp)
             self.mtp = torch.nn.ModuleList(MtpDepth(depth, config, groups) for depth in spec.mtp)
             self.mtp[self.mtp_depths :].requires_grad_(False)
+            if spec.value_head:
+                self.value_head = ValueHead(spec.hidden_size, config).requires_grad_(not freeze_value_head)
         if freeze_router:
             for router in self.routers().values():
                 router.requires_grad_(False)
@@ -161,6 +166,23 @@ class StepModel(MegatronModule):
         stacked = torch.stack([self._logits_SBV(h, head) for h, head in zip(hidden_SBH, heads, strict=True)])
         logits = stacked.transpose(1, 2).float()
         return logits[0], logits[1:]
+
+    def values(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """A critic's values from the hidden states that the last layer puts out; of the last stage.
+
+        Args:
+            hidden_SBH: of this rank's tokens, before the final norm.
+
+        Returns:
+            [S, B], fp32, of the same tokens.
+
+        Raises:
+            ValueError: the model has no value head, or not on this stage.
+        """
+        if not (self.stage.is_last and self.spec.value_head):
+            raise ValueError("values need a model with a value head (model.value_head), on its last pipeline stage")
+        values_SB: torch.Tensor = self.value_head(self.final_norm(hidden_SBH))
+        return values_SB
 
     def _logits_SBV(self, hidden_SBH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Of this context-parallel rank's tokens; tensor-parallel ranks hold runs of the padded vocabulary."""

@@ -32,6 +32,7 @@ def standard_deviation(role: ParameterRole, config: InitConfig, num_layers: int)
         ParameterRole.EMBEDDING: config.embedding_std,
         ParameterRole.HEAD: config.head_std,
         ParameterRole.ROUTER: config.router_std,
+        ParameterRole.VALUE_HEAD: config.value_head_std,
     }
     std = by_role.get(role) or config.std
     if role in RESIDUAL_WRITERS and config.scale_residual_by_depth:

@@ -46,6 +46,7 @@ class ParameterRole(StrEnum):
     SHARED_UP = "shared_up"
     SHARED_DOWN = "shared_down"
     MTP_PROJECTION = "mtp_projection"
+    VALUE_HEAD = "value_head"
 
 
 RESIDUAL_WRITERS = frozenset(
@@ -219,16 +220,18 @@ class MtpSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The whole model: decoder layers and MTP depths between an embedding and a head."""
+    """The whole model: decoder layers and MTP depths between an embedding and a head, beside which a critic has a value
+    head."""
 
     vocab_size: int
     hidden_size: int
     norm_eps: float
     layers: tuple[LayerSpec, ...]
     mtp: tuple[MtpSpec, ...]
+    value_head: bool = False
 
     def main_parameters(self) -> list[ParameterSpec]:
-        """Every parameter of the main model (without MTP), in module order."""
+        """Every parameter of the main model (without MTP and value head), in module order."""
         return [
             _matrix("embedding.weight", self.vocab_size, self.hidden_size, ParameterRole.EMBEDDING),
             *(parameter for layer in self.layers for parameter in layer.parameters()),
@@ -236,13 +239,18 @@ class ModelSpec:
             _matrix("head.weight", self.vocab_size, self.hidden_size, ParameterRole.HEAD),
         ]
 
+    def value_head_parameters(self) -> list[ParameterSpec]:
+        """The value head's, where the model has one."""
+        return [_matrix("value_head.weight", 1, self.hidden_size, ParameterRole.VALUE_HEAD)] if self.value_head else []
+
     def parameters(self) -> list[ParameterSpec]:
-        """Every parameter of the model, MTP included."""
-        return self.main_parameters() + [parameter for depth in self.mtp for parameter in depth.parameters()]
+        """Every parameter of the model, MTP and value head included, in module order."""
+        mtp = [parameter for depth in self.mtp for parameter in depth.parameters()]
+        return self.main_parameters() + mtp + self.value_head_parameters()
 
     def trained_parameters(self, mtp_depths: int, freeze_router: bool) -> list[ParameterSpec]:
-        """Those that get gradients, in module order, when so many MTP depths run: no selection biases, and no router
-        that is frozen."""
+        """Those that get gradients in pre-training, in module order, when so many MTP depths run: no selection biases,
+        no router that is frozen, and no value head, of which the loss knows nothing."""
         untrained = {ParameterRole.ROUTER_BIAS} | ({ParameterRole.ROUTER} if freeze_router else set())
         running = [parameter for depth in self.mtp[:mtp_depths] for parameter in depth.parameters()]
         return [parameter for parameter in self.main_parameters() + running if parameter.role not in untrained]
@@ -283,7 +291,7 @@ def model_spec(config: ModelConfig, recompute: Sequence[RecomputeRuleConfig] = (
         )
         for depth in range(config.mtp.depths)
     )
-    return ModelSpec(config.vocab_size, config.hidden_size, config.norm_eps, tuple(layers), mtp)
+    return ModelSpec(config.vocab_size, config.hidden_size, config.norm_eps, tuple(layers), mtp, config.value_head)
 
 
 def _layer(

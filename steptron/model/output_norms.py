@@ -38,6 +38,7 @@ class OutputNorms:
 
     def __init__(self, chunks: ModelChunks) -> None:
         self.maxima: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
         for chunk in chunks:
             for index, layer in chunk.layers.items():
                 if isinstance(layer.ffn, MoeFfn):
@@ -47,6 +48,16 @@ class OutputNorms:
         """Forgets the tokens so far."""
         for maximum_E3 in self.maxima.values():
             maximum_E3.zero_()
+        self.keep()
+
+    def keep(self) -> None:
+        """Marks what :meth:`drop` goes back to."""
+        self._kept = {name: maximum_E3.clone() for name, maximum_E3 in self.maxima.items()}
+
+    def drop(self) -> None:
+        """Forgets the tokens since :meth:`keep`."""
+        for name, kept_E3 in self._kept.items():
+            self.maxima[name].copy_(kept_E3)
 
     def combine(self, group: dist.ProcessGroup) -> None:
         """Takes in what the other ranks that hold the same experts have seen."""

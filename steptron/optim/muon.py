@@ -116,6 +116,7 @@ class Muon:
 
     def set_num_steps(self, num_steps: int) -> None:
         self._num_steps = num_steps
+        self._largest = []  # of an update before what the state is now
 
     @property
     def owned(self) -> Sequence[OwnedPiece]:

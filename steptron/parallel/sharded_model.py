@@ -123,7 +123,7 @@ def buffer_plans(chunks: ModelChunks, config: OptimizerConfig, mesh: Mesh) -> li
         config,
         mesh.tensor_size,
         {name: mesh.replicas(name).size() for name in ("expt_dp", "dp_cp", "tp_dp_cp")},
-        embedding_is_shared=any(_shares_embedding(chunk) for chunk in chunks),
+        embedding_is_shared=any(shares_embedding(chunk) for chunk in chunks),
     )
 
 
@@ -133,7 +133,8 @@ def trained_shards(chunks: ModelChunks, mesh: Mesh) -> list[ParameterShard]:
     return [shard(specs[name], mesh.place) for name, tensor in chunks.named_parameters() if tensor.requires_grad]
 
 
-def _shares_embedding(chunk: StepModel) -> bool:
+def shares_embedding(chunk: StepModel) -> bool:
+    """Whether this chunk has the embedding and a chunk of another pipeline stage has it too."""
     one_stage = chunk.stage.is_first and chunk.stage.is_last
     return chunk.mtp_depths > 0 and not one_stage and hasattr(chunk, "embedding")
 

@@ -33,7 +33,14 @@ _ITERATION = {"fp32": 4, "fp16": 2, "bf16": 2}
 _STATE = {Algorithm.MUON: 1, Algorithm.ADAMW: 2, Algorithm.SGD: 0}
 """fp32 numbers that an algorithm keeps for every number that it updates."""
 _UNPACKED = frozenset(
-    {ParameterRole.EMBEDDING, ParameterRole.NORM, ParameterRole.SINK, ParameterRole.ROUTER, ParameterRole.ROUTER_BIAS}
+    {
+        ParameterRole.EMBEDDING,
+        ParameterRole.NORM,
+        ParameterRole.SINK,
+        ParameterRole.ROUTER,
+        ParameterRole.ROUTER_BIAS,
+        ParameterRole.VALUE_HEAD,
+    }
 )
 
 

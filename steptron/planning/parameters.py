@@ -16,13 +16,14 @@ class ParameterCounts:
     it receives no gradient.
 
     Attributes:
-        main: the main model, without MTP.
+        main: the main model, without MTP and value head.
         embedding: the embedding, part of ``main``.
         head: the main output matrix, part of ``main``.
         layers: each decoder layer, in order.
         active_layers: each decoder layer, of its experts only the selected ones counted.
         mtp: each MTP depth with its own norms, projection and, where it has one, head.
         active: of the main model, used by one token: embedding and head left out.
+        value_head: a critic's output; 0 without one.
     """
 
     main: int
@@ -32,6 +33,7 @@ class ParameterCounts:
     active_layers: tuple[int, ...]
     mtp: tuple[int, ...]
     active: int
+    value_head: int
 
     @property
     def active_with_head(self) -> int:
@@ -43,8 +45,8 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        """Main model and every MTP depth."""
-        return self.main + sum(self.mtp)
+        """Main model, every MTP depth and the value head."""
+        return self.main + sum(self.mtp) + self.value_head
 
 
 def count_parameters(spec: ModelSpec) -> ParameterCounts:
@@ -63,6 +65,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts:
         active_layers=active_layers,
         mtp=tuple(_size(depth.parameters()) for depth in spec.mtp),
         active=total - embedding - head - sum(layers) + sum(active_layers),
+        value_head=_size(spec.value_head_parameters()),
     )
 
 

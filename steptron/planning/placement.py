@@ -176,6 +176,7 @@ class Placement:
             yield final_norm, False
             yield head, False
             yield from ((parameter, False) for depth in self.spec.mtp for parameter in depth.parameters())
+            yield from ((parameter, False) for parameter in self.spec.value_head_parameters())
 
     def size_over_ranks(self) -> Fraction:
         """Parameters of the whole model: of every rank's parts their size over the number of their owners, copies

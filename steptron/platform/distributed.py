@@ -20,14 +20,16 @@ from steptron.platform.cores import usable_cores
 from steptron.platform.device import backend, select_device
 from steptron.platform.launch import LISTEN_FD
 from steptron.platform.threads import decide, misfit, set_threads
-from steptron.platform.world import World, expected_hosts, world
+from steptron.platform.world import World, attempt, expected_hosts, world
 
 __all__ = ["World", "initialize", "on_first_rank", "meet", "shutdown", "start", "world"]
 
 _NAMED_RANKS = 16  # absent ranks that a message lists
 
 
-def start(device_name: Literal["auto", "cpu", "cuda"], threads: int | None, timeout_seconds: float) -> torch.device:
+def start(
+    device_name: Literal["auto", "cpu", "cuda"], threads: int | None, timeout_seconds: float
+) -> tuple[torch.device, dist.Store]:
     """Chooses device and threads and joins the default process group.
 
     Call it before importing what imports Megatron-Core: on the CPU, its import then takes half as long.
@@ -37,6 +39,9 @@ def start(device_name: Literal["auto", "cpu", "cuda"], threads: int | None, time
         device_name: as ``train.device``.
         threads: CPU threads of this process; None leaves the decision to ``platform.threads``.
         timeout_seconds: longest wait for the other processes.
+
+    Returns:
+        The device, and the store at which the processes have met.
 
     Raises:
         UserError: there is no such device, processes are missing after the timeout, or
@@ -51,7 +56,7 @@ def start(device_name: Literal["auto", "cpu", "cuda"], threads: int | None, time
     set_threads(chosen.count)
     if device.type == "cpu" and place.rank == 0 and (note := misfit(chosen)) is not None:
         print(f"steptron: {note}", file=sys.stderr, flush=True)
-    return device
+    return device, store
 
 
 def initialize(device: torch.device, timeout_seconds: float) -> None:
@@ -174,7 +179,7 @@ def _connect(place: World, timeout: timedelta) -> dist.Store:
     is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listening = os.environ.pop(LISTEN_FD, None) if is_server else None
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             host,
             port,
             place.size,
@@ -183,6 +188,8 @@ def _connect(place: World, timeout: timedelta) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=int(listening) if listening is not None else None,
         )
+        # The agent's store outlives the processes that it starts again: what was left in it is not theirs.
+        return dist.PrefixStore(f"attempt_{attempt()}", store)
     except dist.DistError as error:
         if is_server:
             raise UserError(f"rank 0 cannot listen at {host}:{port}: {error}") from error

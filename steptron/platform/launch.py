@@ -33,6 +33,9 @@ LISTEN_FD = "STEPTRON_LISTEN_FD"
 ORDERLY_EXIT_CODES = (0, os.EX_TEMPFAIL)
 """Exit codes after which the other workers go on: done, and stopped as asked."""
 
+_LASTING_EXIT_CODES = (*ORDERLY_EXIT_CODES, UserError.exit_code)
+"""Exit codes after which it would be no use to start again: those, and what the user has to mend."""
+
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 40
 _PR_SET_PDEATHSIG = 1
@@ -162,10 +165,14 @@ def run_local(
     arguments: Sequence[str],
     *,
     module: str = "steptron",
+    max_restarts: int = 0,
+    restart_arguments: Sequence[str] | None = None,
     stop_grace_seconds: float = 300.0,
     failure_grace_seconds: float = 10.0,
 ) -> int:
     """Runs ``python -m MODULE ARGUMENTS`` in local processes and waits for their end.
+
+    Should a worker die or fail by anything that the user cannot mend (exit code 2), all are started again.
 
     The first Ctrl-C, a SIGTERM and a SIGHUP are passed on as SIGTERM: workers may write a checkpoint
     and end by themselves within ``stop_grace_seconds``; a second Ctrl-C kills them at once. SIGUSR1 is
@@ -176,6 +183,8 @@ def run_local(
         nproc: number of processes.
         arguments: command line of each.
         module: module to run.
+        max_restarts: how often the processes are started again.
+        restart_arguments: command line of each when they are started again; ``arguments`` by default.
         stop_grace_seconds: time to end after a request to stop.
         failure_grace_seconds: time for the others to end once one has failed.
 
@@ -183,6 +192,19 @@ def run_local(
         Exit code of the worker that failed first (128 + n if signal n ended it); without a failure,
         the first code that is not 0 (75: stopped as asked), or 0.
     """
+    for restart in range(max_restarts + 1):
+        given = arguments if restart == 0 or restart_arguments is None else restart_arguments
+        code, asked_to_stop = _run_once(nproc, given, module, stop_grace_seconds, failure_grace_seconds)
+        if code in _LASTING_EXIT_CODES or asked_to_stop or restart == max_restarts:
+            break
+        _say(f"starting all {nproc} processes again (restart {restart + 1} of {max_restarts})")
+    return code
+
+
+def _run_once(
+    nproc: int, arguments: Sequence[str], module: str, stop_grace_seconds: float, failure_grace_seconds: float
+) -> tuple[int, bool]:
+    """Starts the workers and looks after them to their end; the exit code, and whether they were asked to stop."""
     workers = Workers(nproc, arguments, module)
     requests: list[int] = []
     first_failed: int | None = None
@@ -220,7 +242,7 @@ def run_local(
                 time.sleep(_POLL_SECONDS)
     finally:
         workers.kill()
-    return _conclude(workers, first_failed)
+    return _conclude(workers, first_failed), stopping
 
 
 def _conclude(workers: Workers, first_failed: int | None) -> int:

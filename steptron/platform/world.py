@@ -37,6 +37,11 @@ def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     return _is_torchrun(environment) or _is_srun(environment)
 
 
+def attempt(environment: Mapping[str, str] = os.environ) -> int:
+    """How often the launcher has started this process before."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def world(environment: Mapping[str, str] = os.environ) -> World:
     """Reads the environment of torchrun or SLURM; a process started by neither is alone.
 

@@ -35,6 +35,18 @@ class WeightClipping:
         self._optimizer = optimizer
         self._mesh = mesh
 
+    def restart(self) -> None:
+        """Forgets the outputs so far."""
+        self._norms.restart()
+
+    def begin_step(self) -> None:
+        """Marks where a step begins."""
+        self._norms.keep()
+
+    def drop_step(self) -> None:
+        """Forgets the outputs of a step that is not made."""
+        self._norms.drop()
+
     def apply(self) -> list[Clipped]:
         """Clips by the outputs since the last call. Every rank must call it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class LossSpikes:
         if self._threshold is None or len(self._recent) < (self._recent.maxlen or 0):
             return None
         usual = statistics.median(self._recent)
-        if loss - usual <= self._threshold:
+        if not loss - usual > self._threshold:  # nor NaN, the loss of a batch without a target
             return None
         return (
             f"loss {loss:.4f} is {loss - usual:.4f} nats above {usual:.4f}, the median of the last {len(self._recent)} "
@@ -62,8 +63,9 @@ class LossSpikes:
         )
 
     def accept(self, loss: float) -> None:
-        """Takes the loss of a step that was made."""
-        self._recent.append(loss)
+        """Takes the loss of a step that was made; NaN, of a batch without a target, says nothing."""
+        if not math.isnan(loss):
+            self._recent.append(loss)
 
 
 class FaultPolicy:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from steptron.checkpoint import loading
+from steptron.checkpoint.fit import Filling
 from steptron.checkpoint.folder import checkpoint_folder
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
 from steptron.checkpoint.newest import newest_valid
@@ -27,10 +28,12 @@ from steptron.data.sampler import SampleSource, validation_datasets
 from steptron.errors import UserError
 from steptron.model.chunks import ModelChunks
 from steptron.model.kernels import describe_kernels
+from steptron.model.layer_spec import model_spec
 from steptron.optim.buffer_plan import BufferPlan
 from steptron.optim.diagnostics import MuonDiagnostics, muon_of
 from steptron.optim.schedule import bias_update_rate, learning_rate
 from steptron.parallel.mesh import Mesh, build_mesh
+from steptron.parallel.replica_check import check_replicas
 from steptron.planning.parameters import count_parameters
 from steptron.platform import determinism
 from steptron.platform.distributed import on_first_rank
@@ -63,6 +66,7 @@ class Pretraining:
         device: of this process, whose default process group exists.
         fresh: start over, deleting the run's earlier checkpoints and log.
         profile: steps and ranks to profile.
+        progress: told again and again what the run does next; the time in between is what a step takes.
     """
 
     def __init__(
@@ -71,12 +75,16 @@ class Pretraining:
         device: torch.device,
         fresh: bool = False,
         profile: ProfileRequest | None = None,
+        progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
         self.config = config
+        self._doing = progress
         self.profile = profile
         self.device = device
         determinism.use_deterministic_algorithms(config.train.deterministic)
         self.is_reporter = dist.get_rank() == 0
+        # Others keep it: a bound method would be a cycle, in which a run that is over lives on with its folder's lock.
+        self._say: Callable[[str], None] = _say if self.is_reporter else _say_nothing
         self.mesh: Mesh = build_mesh(config.parallel)
         on_first_rank("the run cannot start", self._take_folder)
         self.train_data = SampleSource(config.data.train, "train", config.data, config.parallel.timeout_seconds)
@@ -114,7 +122,7 @@ class Pretraining:
         gc.collect()
         gc.freeze()
         with StopRequest() as stop, self._profiler() as profiler:
-            complete = self._train_with_logs(stop, profiler, [])
+            complete = self._train_with_logs(stop, profiler)
         if not complete:
             self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
         if self.is_reporter:
@@ -146,16 +154,20 @@ class Pretraining:
             lines.append(f"computing {describe_kernels(self.step.kernels, config.train, config.parallel)}")
         self._say("\n".join(lines))
 
-    def _train_with_logs(self, stop: StopRequest, profiler: StepProfiler | None, events: list[EventRecord]) -> bool:
-        """Trains on, with logs that are cut back to where the run stands; ``events`` led there."""
-        try:
-            with self._sinks() as sinks, self._diagnostics() as diagnostics:
-                for event in events:
-                    sinks.write(event)
-                return self._train(stop, sinks, profiler, diagnostics)
-        except RollBack as fault:
-            event = self._roll_back(fault)
-        return self._train_with_logs(stop, profiler, [*events, event])
+    def _train_with_logs(self, stop: StopRequest, profiler: StepProfiler | None) -> bool:
+        """Trains to the end, with logs that are cut back to where the run goes on from after each fault."""
+        events: list[EventRecord] = []
+        missing: list[EventRecord] = []
+        while True:
+            try:
+                with self._sinks() as sinks, self._diagnostics() as diagnostics:
+                    for event in missing:
+                        sinks.write(event)
+                    return self._train(stop, sinks, profiler, diagnostics)
+            except RollBack as fault:
+                events.append(self._roll_back(fault))
+            # Earlier ones are still in the log, but for those beyond a checkpoint older than theirs.
+            missing = [event for event in events[:-1] if event.step > self.progress.step] + events[-1:]
 
     def _train(
         self, stop: StopRequest, sinks: Sinks, profiler: StepProfiler | None, diagnostics: MuonDiagnostics | None
@@ -165,6 +177,7 @@ class Pretraining:
         spikes = LossSpikes(train.faults.loss_spike, self.progress.recent_losses)
         while self.progress.step < train.steps:
             index = self.progress.step
+            self._doing(f"step {index + 1}")
             lr = learning_rate(self.config.optimizer, index, train.steps)
             bias_rate = 0.0 if self.config.balance.freeze_router else bias_update_rate(self.config.balance.bias, index)
             batch_size = self.batches.global_batch_size(self.progress.consumed_sequences)
@@ -178,7 +191,7 @@ class Pretraining:
             flags = Flags(stop.requested, self.checkpointing.is_written)
             rejected, result = None, None
             try:
-                result = self.step.run(batches, lr, bias_rate, flags, spikes.judge)
+                result = self.step.run(batches, lr, bias_rate, flags, self._judging(spikes))
                 observed = result.observed
             except RejectedStep as fault:
                 rejected, observed = fault, fault.observed
@@ -187,6 +200,7 @@ class Pretraining:
             if profiler is not None:
                 profiler.end(index + 1, observed.counts.valid)
             if observed.all_written:
+                self._doing(f"end of a checkpoint, at step {index + 1}")
                 self.checkpointing.conclude()
             if rejected is None:
                 self.policy.accepted(index + 1)
@@ -211,13 +225,17 @@ class Pretraining:
                     sinks.write(meter.record(self.progress, result, batch_size, lr, bias_rate))
             validation_loss = None
             if self.validation_data is not None and (_due(self.progress.step, train.validation.every_steps) or done):
+                self._doing(f"validation at step {self.progress.step}")
                 record = validate(self.config, self.validation_data, self.step, self.mesh, self.progress.step)
                 sinks.write(record)
                 validation_loss = record.lm_loss
                 meter.restart()
             # After the validation, whose loss it notes: a run that resumes has nothing to make up for.
             due = _due(self.progress.step, train.checkpoint.every_steps) or done
+            if (due or stopping) and train.faults.replica_check_every_steps is not None:
+                self._check_replicas()
             if due or stopping:
+                self._doing(f"checkpoint at step {self.progress.step}")
                 self.checkpointing.save(self.progress, validation_loss, clips=due, last=done or stopping)
                 meter.restart()
             if stopping:
@@ -225,6 +243,26 @@ class Pretraining:
             if profiler is not None and profiler.write():
                 meter.restart()
         return True
+
+    def _judging(self, spikes: LossSpikes) -> Callable[[float], str | None]:
+        """What decides about the next update. Replicas are compared here: after forward and backward, and before the
+        update gives every rank its owner's bits anew and hides what has happened to its own."""
+
+        def judge(loss: float) -> str | None:
+            if _due(self.progress.step + 1, self.config.train.faults.replica_check_every_steps):
+                self._check_replicas()
+            return spikes.judge(loss)
+
+        return judge
+
+    def _check_replicas(self) -> None:
+        self._doing(f"comparison of replicas after step {self.progress.step}")
+        try:
+            check_replicas(self.step.chunks, self.step.optimizer, self.mesh, self.device, self.progress.step)
+        except UserError:
+            # What is being written was compared before it was copied.
+            self.checkpointing.conclude()
+            raise
 
     def _decide(self, rejected: RejectedStep, batch_size: int) -> None:
         """What to do about a step that was not made: returns where it is only passed over."""
@@ -243,6 +281,8 @@ class Pretraining:
                 "set train.checkpoint.every_steps lower, or another policy under train.faults"
             )
         progress = loading.load(newest, self.step.chunks, self.step.optimizer, self.mesh)
+        if self.step.weight_clipping is not None:
+            self.step.weight_clipping.restart()
         left_out = fault.stop - progress.consumed_sequences
         self.progress = replace(progress, left_out_sequences=left_out)
         return EventRecord(
@@ -275,10 +315,11 @@ class Pretraining:
     def _initial_weights(self) -> Weights | None:
         if self.config.train.initial_weights is None:
             return None
-        weights = same_on_every_rank(open_weights(self.config.train.initial_weights))
+        weights = same_on_every_rank(open_weights(self.config.train.initial_weights, Filling.of(self.config)))
         noted = differences(weights.model, self.config.model, "model")
         noted = [text for text in noted if not text.startswith("model.init.")]
-        self._say("\n  changed: ".join([f"starting from the weights of {weights.path}", *noted]))
+        lines = [f"changed: {text}" for text in noted] + weights.fit(model_spec(self.config.model)).notes()
+        self._say("\n  ".join([f"starting from the weights of {weights.path}", *lines]))
         return weights
 
     def _examine(self, folder: Path) -> tuple[list[str], bool]:
@@ -359,10 +400,14 @@ class Pretraining:
             return
         self._say(f"loss plot: {output / 'loss.png'}")
 
-    def _say(self, text: str) -> None:
-        if self.is_reporter:
-            print(text, flush=True)
-
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    """On ranks that do not report."""

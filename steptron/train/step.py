@@ -226,17 +226,17 @@ class TrainStep:
             NonFiniteError: the loss or a gradient is not finite; nothing has been updated. Raised on every rank.
             RejectedStep: ``judge`` has found a reason; likewise.
         """
+        if self.weight_clipping is not None:
+            self.weight_clipping.begin_step()
         observed = self.accumulate_gradients(batches, flags)
-        owned = self.sharded.owned
-        norm, num_non_finite = gradient_norm(owned, self.device, self.optimizer.num_non_finite())
-        if num_non_finite:
-            raise NonFiniteError(self._describe_bad_updates(), observed)
-        if not (math.isfinite(observed.losses.total) and math.isfinite(norm)):
-            raise NonFiniteError(self._describe_non_finite(observed.losses, norm), observed)
-        if (reason := judge(observed.losses.lm)) is not None:
-            raise RejectedStep(f"{reason}. Nothing was updated in this step", observed)
+        try:
+            norm = self._norm_of_accepted(observed, judge)
+        except RejectedStep:
+            if self.weight_clipping is not None:
+                self.weight_clipping.drop_step()
+            raise
         if self.config.optimizer.clip_grad_norm:
-            clip_gradients(owned, norm, self.config.optimizer.clip_grad_norm)
+            clip_gradients(self.sharded.owned, norm, self.config.optimizer.clip_grad_norm)
         self.optimizer.step(lr)
         self.sharded.gather.start()
         if not self.config.optimizer.sharding.overlap_gather:
@@ -244,6 +244,17 @@ class TrainStep:
         if not self.config.balance.freeze_router:
             self._update_biases(observed.tokens_per_expert_LE, bias_rate)
         return StepResult(observed, norm)
+
+    def _norm_of_accepted(self, observed: Observation, judge: Callable[[float], str | None]) -> float:
+        """The gradients' norm; raises where there must be no update."""
+        norm, num_non_finite = gradient_norm(self.sharded.owned, self.device, self.optimizer.num_non_finite())
+        if num_non_finite:
+            raise NonFiniteError(self._describe_bad_updates(), observed)
+        if not (math.isfinite(observed.losses.total) and math.isfinite(norm)):
+            raise NonFiniteError(self._describe_non_finite(observed.losses, norm), observed)
+        if (reason := judge(observed.losses.lm)) is not None:
+            raise RejectedStep(f"{reason}. Nothing was updated in this step", observed)
+        return norm
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, TokenCounts]:

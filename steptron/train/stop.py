@@ -10,7 +10,7 @@ STOPPED_EXIT_CODE = 75
 
 
 class StopRequest:
-    """A context in which the first SIGINT or SIGTERM only raises a flag that the loop looks at.
+    """A context in which the first SIGINT, SIGTERM or SIGUSR1 (SLURM's warning) only raises a flag for the loop.
 
     A second one has its usual effect.
     """
@@ -20,7 +20,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, list_checkpoints, resolve
+from steptron.checkpoint.folder import MANIFEST, checkpoint_folder, list_checkpoints, put_back, resolve
 from steptron.errors import UserError
 
 
@@ -35,3 +35,13 @@ def test_resolve_takes_a_checkpoint_a_run_or_its_checkpoints_folder(tmp_path: Pa
     for wrong in (tmp_path / "nowhere", tmp_path / "checkpoints" / "step_00000003"):
         with pytest.raises(UserError, match=f"{wrong} is not a checkpoint"):
             resolve(wrong)
+
+
+def test_a_checkpoint_that_was_moved_aside_comes_back_unless_its_successor_is_there(tmp_path: Path) -> None:
+    """The process may die between the two renames by which a checkpoint is replaced."""
+    lost, kept = make(tmp_path, 1), make(tmp_path, 2)
+    lost.rename(lost.with_name(".step_00000001.replaced-abc"))
+    older = make(tmp_path, 3)
+    older.rename(older.with_name(".step_00000002.replaced-def"))
+    put_back(tmp_path)
+    assert list_checkpoints(tmp_path) == [lost, kept]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from steptron.checkpoint import loading, saving
 from steptron.checkpoint.folder import MANIFEST
@@ -19,24 +18,31 @@ from steptron.checkpoint.manifest import CONFIG, Progress, read_manifest
 from steptron.checkpoint.restore import restore_model
 from steptron.checkpoint.weights import open_weights
 from steptron.config.loader import load as load_config
-from steptron.config.schema import PretrainConfig
 from steptron.errors import UserError
 from steptron.model.parameter_shards import Place
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import TrainStep
-from tests.parallel.layouts import NANO, Part, make_batches, parts_of
+from tests.checkpoint.states import (
+    BF16,
+    MUON,
+    PROGRESS,
+    State,
+    assembled,
+    configuration,
+    forget,
+    num_owned,
+    state_of,
+    stored,
+)
+from tests.parallel.layouts import make_batches, parts_of
 from tests.worker_pool import WorkerPool
 
-PROGRESS = Progress(step=2, consumed_sequences=16, consumed_tokens=700)
 LAYOUTS = {
     "one process": (1, []),
-    "DP2": (2, []),
     "DP4": (4, []),
     "EP2": (2, ["parallel.expert=2"]),
     "EP2xDP2": (4, ["parallel.expert=2"]),
-    "PP2": (2, ["parallel.pipeline=2"]),
     "PP2xDP2": (4, ["parallel.pipeline=2"]),
-    "PP2xEP2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
     "PP2xVPP2": (2, ["parallel.pipeline=2", "parallel.virtual_pipeline=2"]),
     "TP2": (2, ["parallel.tensor=2"]),
     "TP2xDP2": (4, ["parallel.tensor=2"]),
@@ -45,23 +51,15 @@ LAYOUTS = {
     "an empty stage": (4, ["parallel.pipeline=4", "parallel.pipeline_layout=Et|ttttttt||tmL"]),
 }
 SCATTER, EVERYWHERE = "optimizer.sharding.reduction=reduce_scatter", "optimizer.sharding.reduction=all_reduce"
-ADAMW, MUON, BF16 = "optimizer.name=adamw", "optimizer.name=muon", "train.precision=bf16"
 ROUND_TRIPS = {
-    ("PP2xVPP2",): ["one process", "TP2xDP2", "PP2xCP2"],
-    ("TP2 attention, EP4 experts", EVERYWHERE): ["DP2", "EP2", "an empty stage"],
-    ("one process", MUON): ["DP4", "TP2 attention, EP4 experts"],
-    ("DP4", MUON, SCATTER): ["EP2xDP2", "PP2"],
-    ("EP2xDP2", MUON, SCATTER): ["TP2", "PP2xVPP2", "DP4"],
-    ("PP2xDP2", MUON, EVERYWHERE, BF16): ["EP2xDP2", "an empty stage"],
-    ("TP2xDP2", MUON, EVERYWHERE): ["one process", "PP2xDP2"],
-    ("PP2xEP2", MUON, BF16): ["TP2xDP2"],
+    ("PP2xVPP2",): ["TP2xDP2", "PP2xCP2"],
+    ("TP2 attention, EP4 experts", EVERYWHERE): ["EP2", "an empty stage"],
+    ("DP4", MUON, SCATTER): ["EP2xDP2"],
+    ("EP2xDP2", MUON, SCATTER): ["TP2 attention, EP4 experts"],
+    ("PP2xDP2", MUON, EVERYWHERE, BF16): ["an empty stage"],
 }
-"""Layout and settings under which a checkpoint is written, and the layouts under which it is read."""
-State = dict[str, Part]
-
-
-def configuration(output: Path, overrides: Sequence[str]) -> PretrainConfig:
-    return load_config(NANO, [f"train.output={output}", "data.sequence_length=48", ADAMW, *overrides]).config
+"""Layout and settings under which a checkpoint is written, and the layouts under which it is read, with the other
+reduction of gradients. All pairs of plain layouts are in ``test_every_pair.py``."""
 
 
 def train_and_save(rank: int, world_size: int, output: Path, overrides: Sequence[str]) -> State:
@@ -79,78 +77,11 @@ def load_and_report(rank: int, world_size: int, folder: Path, overrides: Sequenc
     config = configuration(folder, overrides)
     mesh = build_mesh(config.parallel)
     train = TrainStep(config, mesh, torch.device("cpu"))
-    for _, tensor in train.chunks.logical_tensors():
-        tensor.detach().fill_(math.nan)
-    for states in train.optimizer.state().values():
-        for state in states:
-            state.tensor.fill_(math.nan)
+    forget(train)
     progress = loading.load(folder, train.chunks, train.optimizer, mesh)
     return progress, train.optimizer.num_steps, state_of(train)
 
 
-def state_of(train: TrainStep) -> State:
-    """Every logical matrix of this rank's state; NaN is what another rank owns."""
-    kinds: dict[str, dict[str, torch.Tensor]] = {}
-    kinds["model"] = {name: tensor.detach().clone() for name, tensor in train.chunks.logical_tensors()}
-    for kind, states in train.optimizer.state().items():
-        held: dict[str, torch.Tensor] = {}
-        kinds[f"optimizer.{kind}"] = held
-        for state in states:
-            piece = state.owned.piece
-            whole = held.setdefault(piece.shard.parameter.name, torch.full(piece.shard.shape, math.nan))
-            assert whole.view(-1)[piece.start : piece.stop].isnan().all()
-            whole.view(-1)[piece.start : piece.stop] = state.tensor
-    return {
-        f"{kind}.{name}": part
-        for kind, tensors in kinds.items()
-        for name, part in parts_of(train.spec, train.mesh.place, tensors).items()
-    }
-
-
-def assembled(ranks: Sequence[State]) -> dict[str, torch.Tensor]:
-    """Whole logical matrices of a state; what several ranks have is equal, and only the embedding, which two stages
-    update, has more than one owner."""
-    found: dict[str, dict[int, Part]] = {}
-    for state in ranks:
-        for name, part in state.items():
-            known = found.setdefault(name, {}).setdefault(part.index, Part(part.axis, part.index, part.tensor.clone()))
-            here = ~part.tensor.isnan()
-            twice = here & ~known.tensor.isnan()
-            assert torch.equal(known.tensor[twice], part.tensor[twice]), name
-            known.tensor[here] = part.tensor[here]
-    wholes = {
-        name: torch.cat([parts[index].tensor for index in sorted(parts)], dim=parts[min(parts)].axis)
-        for name, parts in found.items()
-    }
-    assert [name for name, whole in wholes.items() if whole.isnan().any()] == []
-    return wholes
-
-
-def num_owned(ranks: Sequence[State], kind: str) -> int:
-    """Elements that all ranks together own of one kind of state, but for the embedding's."""
-    prefix, embedding = f"optimizer.{kind}.", f"optimizer.{kind}.embedding.weight"
-    return sum(
-        int((~part.tensor.isnan()).sum())
-        for state in ranks
-        for name, part in state.items()
-        if name.startswith(prefix) and name != embedding
-    )
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds, by torch's own reader."""
-    reader = dcp.FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith("random.")
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("case", ROUND_TRIPS, ids=" ".join)
 def test_a_checkpoint_loads_bit_equal_under_other_layouts(
     pool: WorkerPool, tmp_path: Path, case: tuple[str, ...]
@@ -277,8 +208,11 @@ def test_restore_builds_the_model_in_one_process(pool: WorkerPool, checkpoint: P
             "model.layers.8.attention_norm.weight is not part of the model",
         ),
         (["model.layout=S3F1+heads+gate+sink"], "model.layers.0.attention.sink is missing"),
-        ([BF16], "optimizer.master.embedding.weight is missing"),
+        (["model.mtp.depths=2"], "model.mtp.1.projection.weight is missing"),
+        (["model.value_head=true"], "model.value_head.weight is missing"),
+        ([BF16], "model.embedding.weight is float32, the model needs bfloat16"),
         ([MUON], "\n  optimizer.momentum.layers.0.attention.query.weight is missing"),
+        ([MUON], "optimizer.exp_avg.layers.0.attention.query.weight is not part of this optimizer's state"),
         (
             [MUON, "optimizer.roles={query: {optimizer: adamw}}"],
             ":\n  optimizer.momentum.layers.0.attention.key.weight",
@@ -290,6 +224,16 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
 ) -> None:
     (text,) = pool.run(1, failing_load, checkpoint, overrides)
     assert text.startswith(f"checkpoint {checkpoint} does not fit this model:") and message in text
+
+
+@pytest.mark.parametrize("override", ["balance.freeze_router=true", "loss.mtp_train_depths=0"])
+def test_state_of_what_is_frozen_since_is_left_out(pool: WorkerPool, checkpoint: Path, override: str) -> None:
+    ((_, _, state),) = pool.run(1, load_and_report, checkpoint, [override])
+    written, loaded = stored(checkpoint), assembled([state])
+    without = written.keys() - loaded.keys()
+    frozen = ".ffn.router.weight" if "router" in override else ".mtp."
+    assert without == {key for key in written if key.startswith("optimizer.") and frozen in f".{key}"}
+    assert [key for key in loaded if not torch.equal(loaded[key], written[key])] == []
 
 
 def test_what_one_stage_misses_every_rank_reports(pool: WorkerPool, checkpoint: Path) -> None:
@@ -363,3 +307,46 @@ def sink_run(rank: int, world_size: int, output: Path) -> dict[str, torch.Tensor
 def test_sinks_are_weights_of_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     (sinks,) = pool.run(1, sink_run, tmp_path)
     assert len(sinks) == 10 and all(torch.equal(*pair) for pair in sinks.values())
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draw() -> list[float]:
+    """From every generator; those of normal numbers keep a second one for later."""
+    normal = [random.gauss(0.0, 1.0), np.random.standard_normal()]
+    return [*normal, random.random(), np.random.random(), *torch.rand(2).tolist()]
+
+
+def draw_after_saving(rank: int, world_size: int, output: Path) -> list[float]:
+    config = configuration(output, ["parallel.expert=2"])
+    mesh = build_mesh(config.parallel)
+    train = TrainStep(config, mesh, torch.device("cpu"))
+    seed_generators(rank)
+    draw()
+    saving.save(config, PROGRESS, ["hash"], train.chunks, train.optimizer, mesh)
+    return draw()
+
+
+def draw_after_loading(rank: int, world_size: int, folder: Path, overrides: list[str]) -> tuple[list[float], bool]:
+    """What generators give, and whether that is what they would have given without the checkpoint."""
+    config = configuration(folder, overrides)
+    mesh = build_mesh(config.parallel)
+    train = TrainStep(config, mesh, torch.device("cpu"))
+    seed_generators(100 + rank)
+    loading.load(folder, train.chunks, train.optimizer, mesh)
+    drawn = draw()
+    seed_generators(100 + rank)
+    return drawn, drawn == draw()
+
+
+def test_random_generators_go_on_where_each_rank_stopped(pool: WorkerPool, tmp_path: Path) -> None:
+    """On as many processes, whatever their layout; on another number there is nothing to go on from."""
+    drawn = pool.run(2, draw_after_saving, tmp_path)
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    assert drawn[0] != drawn[1]
+    assert pool.run(2, draw_after_loading, folder, ["parallel.tensor=2"]) == [(numbers, False) for numbers in drawn]
+    assert [untouched for _, untouched in pool.run(1, draw_after_loading, folder, [])] == [True]

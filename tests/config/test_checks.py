@@ -38,7 +38,7 @@ HIDDEN = (
     "query, key, value, head_gate, attention_output, ffn_gate, ffn_up, ffn_down, router, expert_gate, expert_up, "
     "expert_down, shared_gate, shared_up, shared_down, mtp_projection"
 )
-ROLES = f"embedding, head, norm, sink, {HIDDEN}"
+ROLES = f"embedding, head, norm, sink, {HIDDEN}, value_head"
 STAGED = "optimizer.schedule={kind: staged, warmup_steps: 2, segments: [{steps: 7, end_lr: 1e-4}]}"
 
 # Overrides, number of processes, the one problem.
@@ -572,6 +572,27 @@ REFUSED = [
         ["train.device=cuda"],
         1,
         "train.device is cuda, but there is no CUDA device here: set it to cpu or auto",
+    ),
+    (
+        ["parallel.timeout_seconds=60", "train.faults.hang_after_seconds=60"],
+        1,
+        "train.faults.hang_after_seconds (60) must be less than parallel.timeout_seconds (60), after which a process",
+    ),
+    # -------------------------------------------------------------------------------- initial weights
+    (
+        ["model.mtp.depths=1", "train.initial_weights_missing={mtp: clone}"],
+        1,
+        "train.initial_weights_missing.mtp is set, but train.initial_weights is not: leave it out",
+    ),
+    (
+        ["train.initial_weights=w", "train.initial_weights_missing={mtp: clone}"],
+        1,
+        "train.initial_weights_missing.mtp is set, but model.mtp.depths is 0: leave it out",
+    ),
+    (
+        ["train.initial_weights=w", "train.initial_weights_missing={value_head: initialise}"],
+        1,
+        "train.initial_weights_missing.value_head is set, but model.value_head is false: leave it out",
     ),
 ]
 

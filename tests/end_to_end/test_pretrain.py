@@ -138,10 +138,17 @@ def test_a_run_starts_from_the_weights_of_another(data: Path, tmp_path: Path) ->
     steptron(*pretrain_arguments(data, first, 3, "optimizer.lr=1e-2"))
     started = steptron(
         *pretrain_arguments(data, second, 4, f"train.initial_weights={first}", "train.precision=bf16"),
-        *("model.sliding.window=17", "--nproc", "2"),
+        *(
+            "model.sliding.window=17",
+            "model.mtp.depths=2",
+            "train.initial_weights_missing={mtp: clone}",
+            "--nproc",
+            "2",
+        ),
     )
     assert f"starting from the weights of {first / 'checkpoints' / 'step_00000003'}" in started.stdout
     assert "model.sliding.window: 16 before, 17 now" in started.stdout
+    assert "  cloned: MTP depth 2 of this model from MTP depth 1 of the weights\n" in started.stdout
     records = [record for record in read_records(second / "log.jsonl") if isinstance(record, StepRecord)]
     untrained = [record for record in read_records(first / "log.jsonl") if isinstance(record, StepRecord)]
     assert records[0].step == 1 and records[0].lm_loss < untrained[-1].lm_loss + 0.05 < untrained[0].lm_loss - 0.1

@@ -35,12 +35,13 @@ def test_hidden_matrices_are_what_lies_between_embedding_and_heads() -> None:
         ParameterRole.SINK,
         ParameterRole.ROUTER,
         ParameterRole.ROUTER_BIAS,
+        ParameterRole.VALUE_HEAD,
     }
     assert (
         set(ParameterRole) - HIDDEN_MATRICES == others and {ParameterRole.ROUTER} == ORTHOGONALISABLE - HIDDEN_MATRICES
     )
     # And they are matrices: in every model each has two axes, or three with that of the experts.
-    spec = model_spec(small_config(layout="S3F1+heads+gate+sink"))
+    spec = model_spec(small_config(layout="S3F1+heads+gate+sink", value_head=True))
     seen: dict[ParameterRole, ParameterSpec] = {m.role: p for p in spec.parameters() for m in p.matrices}
     assert seen.keys() == set(ParameterRole)
     assert all(len(seen[role].shape) == (3 if seen[role].is_expert else 2) for role in ORTHOGONALISABLE)

@@ -35,10 +35,13 @@ def test_a_rank_is_built_as_it_is_placed(config: PretrainConfig, rank: int) -> N
 
 
 @pytest.mark.parametrize("rank", [0, 5, 13])
-def test_tensor_and_context_parallel_ranks(rank: int) -> None:
+def test_tensor_and_context_parallel_ranks_of_a_critic(rank: int) -> None:
+    """The last stage has a value head, which every rank holds whole and does not train."""
     sizes = ["pipeline=2", "tensor=2", "context=2", "expert=4"]
-    config = load(CONFIGS / "pretrain" / "nano.yaml", [f"parallel.{size}" for size in sizes]).config
+    overrides = ["model.value_head=true", *(f"parallel.{size}" for size in sizes)]
+    config = load(CONFIGS / "pretrain" / "nano.yaml", overrides).config
     built = check_against_placement(config, 16, rank)
+    assert ("value_head.weight" in built.chunks[-1].frozen) == (rank >= 8)
     experts, cut, whole = 2, 4, 8  # expert-data, context x data, tensor x context x data ranks
     assert {len(buffer.ranks) for buffer in built.buffers} == {experts, cut, whole}
 

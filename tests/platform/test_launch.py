@@ -197,3 +197,27 @@ def test_a_folder_named_like_the_package_is_not_imported(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert launch.run_local(2, ["--help"]) == 0
     subprocess.run([sys.executable, "-m", "steptron", "--help"], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+def test_after_a_failure_all_start_again_with_their_second_arguments(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, then = (["once", str(tmp_path)], ["again", str(tmp_path)])
+    assert launch.run_local(2, first, module=MODULE, max_restarts=3, restart_arguments=then) == 0
+    assert {file.name for file in tmp_path.glob("*-[01]") if not file.name.startswith("pid")} == {
+        "once-0",
+        "once-1",
+        "again-0",
+        "again-1",
+    }
+    assert capfd.readouterr().err.count("starting all 2 processes again") == 1
+
+
+def test_restarts_are_limited(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.run_local(2, ["once", str(tmp_path)], module=MODULE, max_restarts=1) == 1
+    assert "restart 1 of 1" in capfd.readouterr().err
+
+
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
+    assert launch.run_local(1, ["mend", str(tmp_path)], module=MODULE, max_restarts=3) == 2
+    assert (tmp_path / "starts").read_text() == "x"

@@ -28,7 +28,8 @@ def result(tokens: int, tokens_per_expert_LE: torch.Tensor) -> StepResult:
         TokenCounts(tokens, (tokens, tokens), (tokens,)),
         tokens_per_expert_LE,
         0.4,
-        False,
+        stop_requested=False,
+        all_written=False,
     )
     return StepResult(observed, 0.7)
 

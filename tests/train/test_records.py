@@ -17,7 +17,16 @@ from rich.console import Console
 from steptron.config.schema import PretrainConfig
 from steptron.errors import UserError
 from steptron.train.console import ConsoleSink
-from steptron.train.records import Record, StepRecord, ValidationRecord, from_json, read_records, scalars, to_json
+from steptron.train.records import (
+    EventRecord,
+    Record,
+    StepRecord,
+    ValidationRecord,
+    from_json,
+    read_records,
+    scalars,
+    to_json,
+)
 from steptron.train.sinks import JsonlSink, Sinks, TensorBoardSink, WandbSink, make_sinks
 
 
@@ -63,6 +72,8 @@ def validation_record(step: int) -> ValidationRecord:
         step_record(3, mtp_losses=(), mfu=0.31, ep_loss=None, max_violation=None, min_load=None, straggler_factor=None),
         validation_record(7),
         ValidationRecord(step=7, lm_loss=1 / 3, mtp_losses=()),
+        EventRecord(7, "skipped", 'loss NaN, "quoted" µ\nand a second line'),
+        EventRecord(0, "rolled back", "NaN"),
     ],
 )
 def test_json_keeps_every_figure(record: Record) -> None:
@@ -98,6 +109,7 @@ def test_scalars_name_depths_from_1_and_leave_out_what_is_unknown() -> None:
         "validation/mtp_loss_2": 5.5,
         "validation/bits_per_byte": 2.0,
     }
+    assert scalars(EventRecord(3, "skipped", "why")) == {}
 
 
 # ------------------------------------------------------------------------------------ JSON lines
@@ -125,6 +137,17 @@ def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     write_all(tmp_path / "resumed", 6, records(7, 10))
     assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
     assert read_records(tmp_path / "resumed") == records(1, 10)
+
+
+def test_events_are_cut_back_with_their_steps(tmp_path: Path) -> None:
+    """What led to the place that a run goes on from stays."""
+    events = [EventRecord(4, "rolled back", "from step 6"), EventRecord(5, "skipped", "a spike")]
+    path = tmp_path / "log.jsonl"
+    write_all(path, 0, [step_record(4), events[0], events[1], step_record(6)])
+    write_all(path, 5, [step_record(6)])
+    assert read_records(path) == [step_record(4), *events, step_record(6)]
+    write_all(path, 4, [])
+    assert read_records(path) == [step_record(4), events[0]]
 
 
 def test_a_half_written_last_line_is_repaired(tmp_path: Path) -> None:

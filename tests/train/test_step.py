@@ -11,7 +11,7 @@ import torch
 from steptron.config.loader import load
 from steptron.data.batch import MicroBatch
 from steptron.parallel.mesh import build_mesh
-from steptron.train.step import NonFiniteError, TrainStep
+from steptron.train.step import NonFiniteError, RejectedStep, TrainStep
 from tests.parallel.layouts import LEARNING_RATE, NANO, make_batches, reduced_gradients
 from tests.worker_pool import WorkerPool
 
@@ -111,6 +111,54 @@ def test_nan_on_one_rank_stops_all_with_the_same_message_and_updates_nothing(poo
     assert len({message for message, _ in outcomes}) == 1
     assert "Parameters with non-finite gradients: " in outcomes[0][0] and "attention" in outcomes[0][0]
     assert all(untouched for _, untouched in outcomes)
+
+
+def rejected_step(rank: int, world_size: int) -> tuple[int, list[bool]]:
+    """Projections that have been seen by the rank, and whether a rejected step has left what was seen of them."""
+    train, batches = build(["optimizer.weight_clipping.threshold=1.0", "parallel.expert=2"])
+    assert train.weight_clipping is not None
+    seen = train.weight_clipping._norms.maxima
+    train.run(batches, LEARNING_RATE, 1e-3)
+    before = {name: maximum_E3.clone() for name, maximum_E3 in seen.items()}
+    for name, parameter in train.chunks.named_parameters():
+        if name == "layers.1.ffn_norm.weight":
+            parameter.data *= 100.0
+    with pytest.raises(RejectedStep):
+        train.run(batches, LEARNING_RATE, 1e-3, judge=lambda loss: "no")
+    kept = [torch.equal(before[name], maximum_E3) for name, maximum_E3 in seen.items()]
+    train.run(batches, LEARNING_RATE, 1e-3)
+    grown = [bool((maximum_E3 > before[name]).any()) for name, maximum_E3 in seen.items()]
+    return sum(grown), kept
+
+
+def test_weight_clipping_forgets_what_a_rejected_step_has_shown(pool: WorkerPool) -> None:
+    for num_grown, kept in pool.run(2, rejected_step):
+        assert num_grown > 0 and all(kept)
+
+
+def bad_update(rank: int, world_size: int) -> tuple[str, str]:
+    """What a run says of a momentum that is not finite, and after the state has been put back."""
+    train, batches = build(["optimizer.name=muon"])
+    momentum = train.optimizer.state()["momentum"][0].tensor
+    momentum.fill_(math.nan)
+    train.run(batches, LEARNING_RATE, 1e-3)
+    said = []
+    for _ in range(2):
+        try:
+            train.run(batches, LEARNING_RATE, 1e-3)
+            said.append("")
+        except NonFiniteError as error:
+            said.append(str(error))
+        momentum.zero_()
+        train.optimizer.set_num_steps(0)  # as loading a checkpoint does
+    first, second = said
+    return first, second
+
+
+def test_an_update_from_before_a_checkpoint_was_loaded_is_not_held_against_the_run(pool: WorkerPool) -> None:
+    ((first, second),) = pool.run(1, bad_update)
+    assert "was NaN or infinite in the step before" in first
+    assert second == ""
 
 
 def gradients_of(rank: int, world_size: int, batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -17,6 +17,8 @@ def inexpressible(model: ModelConfig) -> list[str]:
     problems = []
     if "+sink" in model.layout:
         problems.append(f"model.layout ({model.layout}) has +sink: the release has no tensors for attention sinks")
+    if model.value_head:
+        problems.append("model.value_head is true: the release has no tensor for a value head")
     if model.mtp.chain != "pre_norm":
         problems.append(
             f"model.mtp.chain is {model.mtp.chain}: the release's is pre_norm, and config.json has no key for it"

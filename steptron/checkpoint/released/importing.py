@@ -8,7 +8,6 @@ later read little more than that.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,12 +34,13 @@ from steptron.checkpoint.released.names import ReleasedTensor
 from steptron.checkpoint.released.output import check_output, check_space
 from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, share_out, transfer_group
 from steptron.checkpoint.saving import complete, stamp
+from steptron.checkpoint.shared_staging import shared_staging_folder
 from steptron.checkpoint.weights import ReleasedWeights
 from steptron.config.schema import ModelConfig
 from steptron.config.tree import dump
 from steptron.errors import UserError
 from steptron.platform.distributed import on_first_rank
-from steptron.platform.staging import publish, staging_folder
+from steptron.platform.staging import publish
 
 PIECE_BYTES = 256 * 2**20
 """Largest piece of a tensor that a process holds."""
@@ -79,7 +79,7 @@ def import_released(source: Path, output: Path, *, force: bool, report: Report) 
         check_space(output, total)
 
     on_first_rank(title, check)
-    with _shared_staging_folder(output, title) as folder:
+    with shared_staging_folder(output, title) as folder:
         group = transfer_group()
         _write(own, weights.folder, folder, title, report, group)
         mine: dict[str, FileSum] = {}
@@ -200,21 +200,6 @@ def _write(
         free = shutil.disk_usage(folder.parent).free
         raise UserError(f"{title}: {failure} (the disk has {free:,} bytes left)") from error
     report(total, total)
-
-
-@contextlib.contextmanager
-def _shared_staging_folder(output: Path, title: str) -> Iterator[Path]:
-    """A temporary folder of the first process, known to all; removed at the end, whatever happened."""
-    with contextlib.ExitStack() as stack:
-        paths: list[Path | None] = [None]
-
-        def create() -> None:
-            paths[0] = stack.enter_context(staging_folder(output))
-
-        on_first_rank(title, create)
-        dist.broadcast_object_list(paths, src=0)
-        assert paths[0] is not None
-        yield paths[0]
 
 
 def _conclude(

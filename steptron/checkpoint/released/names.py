@@ -87,8 +87,10 @@ def released_tensors(spec: ModelSpec) -> list[ReleasedTensor]:
     (``model.mtp.head: shared``), each of theirs is that matrix once more.
 
     Raises:
-        UserError: a parameter has no released name (attention sinks); the message names it.
+        UserError: a parameter has no released name (attention sinks, a value head); the message names it.
     """
+    if spec.value_head:
+        raise UserError("value_head.weight has no place in the released layout")
     main = [
         _tensor(parameter, matrix, _MODEL[matrix.name])
         for parameter in spec.main_parameters()

@@ -74,7 +74,7 @@ def examine(
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     place = distributed.world()
     try:
-        device = distributed.start(device_name, None, timeout)
+        device, _ = distributed.start(device_name, None, timeout)
     except UserError as error:
         if place.rank > 0:
             raise

@@ -1,0 +1,132 @@
+"""``steptron checkpoint prune``: deletes checkpoints of a run by the rule that training goes by."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from steptron.cli.checkpoints.verify import READERS
+from steptron.errors import UserError
+
+if TYPE_CHECKING:
+    from steptron.checkpoint.found import Found
+    from steptron.config.schema import CheckpointConfig
+
+_DEFAULT = "As the newest checkpoint's configuration says by default."
+
+
+def prune(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    keep: Annotated[int | None, typer.Option(min=1, help=f"Newest checkpoints that stay. {_DEFAULT}")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=0, help="Those at multiples of so many steps stay; 0: none for that reason.")
+    ] = None,
+    keep_best: Annotated[int | None, typer.Option(min=0, help="Those of lowest validation loss that stay.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    sizes_only: Annotated[
+        bool, typer.Option("--sizes-only", help="Test what stays by the files' sizes, without reading it.")
+    ] = False,
+) -> None:
+    """Delete the checkpoints of a run that are not to be kept, and what killed saves have left.
+
+    The rule is that of train.checkpoint: the newest, those at multiples of a number of steps, and those of lowest
+    validation loss stay. Nothing is asked; --dry-run shows what would go. One of those that stay must be whole, byte by
+    byte, or nothing is deleted. Refused while a run writes to the folder.
+    """
+    from steptron.checkpoint import retention
+    from steptron.checkpoint.found import find, folder_bytes
+    from steptron.train.run_lock import RunLock
+
+    found = find(run)
+    if found.run is None:
+        raise UserError(f"{run} is one checkpoint: name a run's folder")
+    folder = found.run
+    lock = None
+    try:
+        if not dry_run:
+            lock = _locked(RunLock, folder)
+        found = find(run)
+        rule = _rule(found, keep, keep_every, keep_best)
+        doomed = retention.prune(folder, rule, dry_run=True)
+        if doomed:
+            staying = [one for one in found.checkpoints if one not in doomed]
+            _check_what_stays(staying, contents=not (sizes_only or dry_run))
+        sizes = {one: folder_bytes(one) for one in (*doomed, *found.partial)}
+        if not dry_run:
+            retention.prune(folder, rule)
+            for leftover in found.partial:
+                shutil.rmtree(leftover)
+    except OSError as error:
+        raise UserError(f"{run} cannot be pruned: {error}") from error
+    finally:
+        del lock  # held to here
+    _say(found, sizes, rule, dry_run)
+
+
+def _rule(found: Found, keep: int | None, keep_every: int | None, keep_best: int | None) -> CheckpointConfig:
+    """The rule that the options give, and the run's own where they are silent."""
+    from steptron.checkpoint.manifest import read_config
+    from steptron.config.schema import CheckpointConfig
+
+    if keep is not None and keep_every is not None and keep_best is not None:
+        own = CheckpointConfig()
+    elif found.checkpoints:
+        try:
+            own = read_config(found.checkpoints[-1]).train.checkpoint
+        except UserError as error:
+            raise UserError(
+                f"{error}\ngive --keep, --keep-every and --keep-best: the run's own rule is not known"
+            ) from error
+    else:
+        own = CheckpointConfig()
+    return CheckpointConfig(
+        keep=own.keep if keep is None else keep,
+        keep_every_steps=own.keep_every_steps if keep_every is None else keep_every or None,
+        keep_best=own.keep_best if keep_best is None else keep_best,
+    )
+
+
+def _check_what_stays(staying: list[Path], contents: bool) -> None:
+    """Of what stays, something must be whole: otherwise the last good checkpoint could be among those that go."""
+    from rich.console import Console
+
+    from steptron.checkpoint.verification import problems
+    from steptron.cli.progress import progress
+
+    console = Console(markup=False, emoji=False, highlight=False, stderr=True)
+    listed = []
+    for folder in reversed(staying):
+        with progress(console, f"verify {folder.name}") as report:
+            faults = problems(folder, contents, report=report, threads=READERS)
+        if not faults:
+            return
+        listed.append(f"  {folder}: {faults[0]}")
+    raise UserError("\n".join(["nothing was deleted, because no checkpoint that would stay is whole:", *listed]))
+
+
+def _say(found: Found, sizes: dict[Path, int], rule: CheckpointConfig, dry_run: bool) -> None:
+    kept = f"the newest {rule.keep}"
+    kept += f", multiples of {rule.keep_every_steps} steps" if rule.keep_every_steps else ""
+    kept += f", the best {rule.keep_best} by validation loss" if rule.keep_best else ""
+    typer.echo(f"kept: {kept}")
+    verb = "would delete" if dry_run else "deleted"
+    for folder, size in sizes.items():
+        what = " (left by a save or deletion that did not end)" if folder in found.partial else ""
+        typer.echo(f"{verb} {folder}, {size:,} bytes{what}")
+    left = len(found.checkpoints) - sum(folder in found.checkpoints for folder in sizes)
+    freed = "would be freed" if dry_run else "freed"
+    typer.echo(f"{sum(sizes.values()):,} bytes {freed}; {left} checkpoint{'' if left == 1 else 's'} kept")
+
+
+def _locked(lock: type, run: Path) -> object:
+    """The run's lock, held as long as what is returned is referred to."""
+    try:
+        return lock(run)
+    except UserError as error:
+        raise UserError(
+            f"a run writes to {run} and thins out its checkpoints itself (train.checkpoint.keep, keep_every_steps, "
+            "keep_best): prune it when it has ended"
+        ) from error
