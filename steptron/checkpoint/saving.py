@@ -5,7 +5,7 @@ process writes the copy, with its checksums; when all have written, the first pr
 and renames the folder. Until that rename the checkpoint does not exist, after it it is complete.
 
 Megatron-Core plans the save and gathers the list of tensors. Its own writer forks a process per file and waits for it
-without a limit: a child that dies leaves the run hanging. The thread here cannot outlive its process or be lost by it.
+without a limit: a child that dies leaves the run hanging. A thread lives and dies with its process.
 """
 
 from __future__ import annotations

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from steptron.checkpoint.fit import Filling, Fit, fit, logical_shapes
 from steptron.config.schema import InitConfig, InitialWeightsMissingConfig, MtpConfig
 from steptron.errors import ConfigError
-from steptron.model.layer_spec import model_spec
+from steptron.model.layer_spec import ModelSpec, model_spec
 from tests.model.helpers import small_config
 
 FILL = Filling(InitialWeightsMissingConfig(mtp="clone", value_head="initialise"), InitConfig(), 0)
 
 
-def with_depths(depths: int, head: str = "own", **changes: Any):
+def with_depths(depths: int, head: Literal["own", "shared"] = "own", **changes: Any) -> ModelSpec:
     return model_spec(small_config(mtp=MtpConfig(depths=depths, head=head), **changes))
 
 
-def problems(stored: object, needed: object, filling: Filling | None = None) -> tuple[str, ...]:
+def problems(stored: ModelSpec, needed: ModelSpec, filling: Filling | None = None) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         fit(Path("here"), logical_shapes(stored), needed, filling)
     assert caught.value.title == "the weights in here do not fit this model"

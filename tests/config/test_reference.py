@@ -102,6 +102,6 @@ def test_roles_are_listed_with_what_muon_takes_and_can_take() -> None:
     done = runner.invoke(app, ["config", "roles"])
     assert done.exit_code == 0, done.output
     rows = {role: rest for role, *rest in (line.split("\t") for line in done.stdout.splitlines())}
-    assert len(rows) == 20 and "router_bias" not in rows
+    assert len(rows) == 21 and "router_bias" not in rows
     assert rows["query"] == rows["expert_up"] == ["muon", "yes"] and rows["router"] == ["adamw", "yes"]
-    assert rows["embedding"] == rows["norm"] == rows["sink"] == ["adamw", "no"]
+    assert rows["embedding"] == rows["norm"] == rows["sink"] == rows["value_head"] == ["adamw", "no"]

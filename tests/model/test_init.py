@@ -135,7 +135,7 @@ def test_bf16_values_are_the_rounded_fp32_ones() -> None:
 
 
 def test_standard_deviations_by_role() -> None:
-    config = InitConfig(std=0.05, embedding_std=0.3, head_std=0.2, router_std=0.1)
+    config = InitConfig(std=0.05, embedding_std=0.3, head_std=0.2, router_std=0.1, value_head_std=0.01)
     depth = math.sqrt(2 * 7)
     for role in ParameterRole:
         expected = {
@@ -145,13 +145,14 @@ def test_standard_deviations_by_role() -> None:
             ParameterRole.NORM: 0.0,
             ParameterRole.SINK: 0.0,
             ParameterRole.ROUTER_BIAS: 0.0,
+            ParameterRole.VALUE_HEAD: 0.01,
         }.get(role, 0.05)
         if role.value in {"attention_output", "ffn_down", "expert_down", "shared_down"}:
             assert role in RESIDUAL_WRITERS
             expected /= depth
         assert standard_deviation(role, config, 7) == pytest.approx(expected)
     unset = InitConfig(std=0.05, scale_residual_by_depth=False)
-    assert {standard_deviation(role, unset, 7) for role in ParameterRole} == {0.0, 0.05}
+    assert {standard_deviation(role, unset, 7) for role in ParameterRole} == {0.0, 0.05, 1e-5}
 
 
 def test_spread_and_mean_of_what_is_drawn() -> None:

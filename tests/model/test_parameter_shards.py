@@ -29,6 +29,7 @@ def test_every_role_has_its_cut() -> None:
         ParameterRole.ROUTER,
         ParameterRole.ROUTER_BIAS,
         ParameterRole.MTP_PROJECTION,
+        ParameterRole.VALUE_HEAD,
     }
 
 

@@ -64,7 +64,8 @@ def test_gradients_of_the_head_the_norm_and_the_trunk() -> None:
     scaled = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + model.final_norm.eps)
     normed = scaled * (1 + model.final_norm.weight.detach().double())
     (0.5 * (normed @ model.value_head.weight[0].detach().double() - returns).square().sum()).backward()
-    assert hidden.grad is not None and relative_error(hidden.grad, exact.grad) < 1e-5
+    assert hidden.grad is not None and exact.grad is not None
+    assert relative_error(hidden.grad, exact.grad) < 1e-5
     others = {n for n, p in model.named_parameters() if p.grad is not None}
     assert others == {WEIGHT, "final_norm.weight"}
 
