@@ -576,8 +576,8 @@ REFUSED = [
     (
         ["parallel.timeout_seconds=60", "train.faults.hang_after_seconds=60"],
         1,
-        "train.faults.hang_after_seconds (60) must be less than parallel.timeout_seconds (60), after which a process that "
-        "waits gives up, and nobody would know for whom",
+        "train.faults.hang_after_seconds (60) must be less than parallel.timeout_seconds (60), after which a process "
+        "that waits gives up, and nobody would know for whom",
     ),
     # -------------------------------------------------------------------------------- initial weights
     (
