@@ -126,8 +126,9 @@ format: setup ## let ruff format the code and mend what it can
 bench: setup ## the training step beside other implementations, on this machine
 	$(PY) -m benchmarks.train_step $(BENCH_ARGS)
 
-soak: setup ## longer studies, hours: Muon against AdamW at equal tokens, on the quickstart's data
+soak: setup ## longer studies, hours: kills at random moments; Muon against AdamW at equal tokens
 	@$(PY) tools/quickstart.py --steps 1 --folder runs/soak
+	$(PY) tools/kill_storm.py runs/soak/data --folder runs/soak/kills
 	$(PY) -m benchmarks.muon_against_adamw runs/soak/data --folder runs/soak/muon_against_adamw --plot runs/soak/muon_against_adamw.png $(SOAK_ARGS)
 
 clean: ## remove caches and build products; keeps the virtual environments and runs/
