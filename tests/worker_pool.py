@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -59,6 +60,9 @@ class _Worker:
         with self.log.open(errors="replace") as stream:
             stream.seek(start)
             return stream.read()[-LOG_TAIL:]
+
+
+COLLECT_EVERY = 8  # tasks of a worker
 
 
 class WorkerPool:
@@ -204,7 +208,7 @@ def _serve(connection: Connection, log: str) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what is imported stays: the collections after each task pass over it
-    while True:
+    for number in itertools.count(1):
         try:
             task = pickle.loads(connection.recv_bytes())
         except EOFError:
@@ -214,8 +218,9 @@ def _serve(connection: Connection, log: str) -> None:
         except BaseException:
             answer = pickle.dumps(("error", traceback.format_exc()))
         connection.send_bytes(answer)
-        # Groups that cycles still hold keep their threads, and each of gloo's wakes a hundred times a second.
-        gc.collect()
+        if number % COLLECT_EVERY == 0:
+            # Groups that cycles still hold keep their threads, and each of gloo's wakes a hundred times a second.
+            gc.collect()
 
 
 def _perform(task: _Task) -> Any:

@@ -61,10 +61,12 @@ def pretrain(
             "--max-restarts is for processes that --nproc starts: give it to torchrun (--max-restarts) instead"
         )
     if joined is None and (world_size > 1 or max_restarts):
-        again = ["pretrain", str(file), *(overrides or [])]
+        run = ["pretrain", str(file), *(overrides or [])]
+        options: list[str] = []
         for option, value in (("--profile", profile), ("--profile-ranks", profile_ranks)):
-            again += [] if value is None else [option, value]
-        first = [*again, "--fresh"] if fresh else again
+            options += [] if value is None else [option, value]
+        first = [*run, *(["--fresh"] if fresh else []), *options]
+        again = [*run, *options]  # goes on from what there is by then
         raise typer.Exit(launch.run_local(world_size, first, max_restarts=max_restarts, restart_arguments=again))
 
     timeout, faults = config.parallel.timeout_seconds, config.train.faults

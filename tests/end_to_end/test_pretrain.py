@@ -43,12 +43,11 @@ def test_run_leaves_log_checkpoint_plot_and_generates(data: Path, tmp_path: Path
 
 
 def test_resumed_run_equals_an_uninterrupted_one(data: Path, tmp_path: Path) -> None:
-    """PP2 x EP2 in four processes; the same log but for rates, whether stopped on the way or not."""
-    layout = ("parallel.pipeline=2", "parallel.expert=2")
+    """The same log but for rates, whether ended on the way or not; four processes, and kills, are in test_kills.py."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steptron(*pretrain_arguments(data, whole, 5, *layout), "--nproc", "4")
-    steptron(*pretrain_arguments(data, parts, 3, *layout), "--nproc", "4")
-    resumed = steptron(*pretrain_arguments(data, parts, 5, *layout), "--nproc", "4")
+    steptron(*pretrain_arguments(data, whole, 5, "parallel.pipeline=2"), "--nproc", "2")
+    steptron(*pretrain_arguments(data, parts, 3, "parallel.pipeline=2"), "--nproc", "2")
+    resumed = steptron(*pretrain_arguments(data, parts, 5, "parallel.pipeline=2"), "--nproc", "2")
     assert "resuming from" in resumed.stdout
     assert steps_of(parts) == steps_of(whole)
 

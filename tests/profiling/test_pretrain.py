@@ -139,10 +139,17 @@ def test_refused_before_any_work(options: list[str], message: str, data: Path, t
 
 
 def test_local_processes_get_the_options(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handed: list[list[str]] = []
-    monkeypatch.setattr(launch, "run_local", lambda nproc, arguments: handed.append(arguments) or 0)
+    handed, again = [], []
+
+    def run_local(nproc: int, arguments: list[str], max_restarts: int, restart_arguments: list[str]) -> int:
+        handed.append(arguments)
+        again.append(restart_arguments)
+        return 0
+
+    monkeypatch.setattr(launch, "run_local", run_local)
     arguments = pretrain_arguments(data, tmp_path / "run", 4, "parallel.expert=2")
     options = ["--fresh", "--profile", "2,3-4", "--profile-ranks", "1"]
     assert CliRunner().invoke(app, [*arguments, "--nproc", "2", *options]).exit_code == 0
     assert CliRunner().invoke(app, [*arguments, "--nproc", "2"]).exit_code == 0
     assert handed == [[*arguments, *options], arguments]
+    assert again == [[*arguments, *options[1:]], arguments]
