@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BELOW_UNIGRAM_NATS = 1.0
 SMALLEST_EXPERT_SHARE = 0.2
-# After as few steps the shared expert has learnt most of it: 0.19 nats with Muon, 0.45 with AdamW, whose loss is higher.
+# After so few steps the shared expert has learnt most: 0.19 nats were seen with Muon, 0.45 with AdamW.
 EXPERTS_WORTH_NATS = 0.1
 MTP_HIDDEN_WORTH_NATS = 0.2
 
