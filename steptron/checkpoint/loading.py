@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from steptron.checkpoint.manifest import Progress, read_manifest
 from steptron.checkpoint.matrices import FAILURES, what_failed
+from steptron.checkpoint.stored_tensors import dtype_name
 from steptron.checkpoint.tensors import matrix_name, model_tensors, optimizer_tensors, random_tensors
 from steptron.checkpoint.verification import problems
 from steptron.errors import UserError
@@ -89,7 +90,7 @@ def _check_matches(
         if stored_shape != shape:
             wrong[key] = f"{key} has shape {stored_shape}, the model needs {shape}"
         elif stored_dtype != dtype:
-            wrong[key] = f"{key} is {_name(stored_dtype)}, the model needs {_name(dtype)}"
+            wrong[key] = f"{key} is {dtype_name(stored_dtype)}, the model needs {dtype_name(dtype)}"
     wrong |= {key: f"{key} is not part of this optimizer's state" for key in _useless_state(needed, stored)}
     matrices = [matrix.name for parameter in model.spec.parameters() for matrix in parameter.matrices]
     known = {f"model.{name}" for name in matrices}
@@ -113,7 +114,3 @@ def _useless_state(needed: Mapping[str, Form], stored: Mapping[str, Form]) -> It
     for key in stored:
         if key.startswith("optimizer.") and key not in needed and matrix_name(key) in owned:
             yield key
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -25,16 +25,13 @@ def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Pa
     Raises:
         UserError: on every rank: there are checkpoints, but none is whole. To begin anew is for the user to decide.
     """
+
     # One rank decides for all: others may see another state of a shared folder.
-    found: list[list[Path]] = [[], []]
-
-    def look() -> None:
+    def look() -> tuple[list[Path], list[Path]]:
         put_back(output)
-        found[:] = list_checkpoints(output), partial_folders(output / "checkpoints")
+        return list_checkpoints(output), partial_folders(output / "checkpoints")
 
-    on_first_rank(f"the checkpoints of {output} cannot be looked for", look)
-    dist.broadcast_object_list(found, src=0)
-    folders, partial = found
+    folders, partial = on_first_rank(f"the checkpoints of {output} cannot be looked for", look)
     if partial:
         say(f"ignored, not completely written: {', '.join(map(str, partial))}")
     for folder in reversed(folders):

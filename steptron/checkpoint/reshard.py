@@ -6,7 +6,7 @@ what it needs in files of its own, instead of parts in many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +32,8 @@ from steptron.model.layer_spec import model_spec
 from steptron.model.transformer_config import DTYPES, transformer_config
 from steptron.optim.base import Optimizer
 from steptron.optim.build import build_optimizer
-from steptron.optim.owned import OwnedPiece
 from steptron.parallel.mesh import Mesh, build_mesh
-from steptron.parallel.sharded_model import buffer_plans
+from steptron.parallel.sharded_model import buffer_plans, owned_pieces
 from steptron.platform.distributed import on_first_rank
 from steptron.platform.staging import publish
 from steptron_kernels.polar_express.choose import choose
@@ -145,21 +144,20 @@ def _state(config: PretrainConfig, mesh: Mesh) -> tuple[ModelChunks, Optimizer]:
         kernels=choose_kernels(config.train, config.parallel, _CPU),
     )
     chunks = build_chunks(config, spec, engine, mesh)
-    owned = list(_owned(chunks, config, mesh))
+    parameters = dict(chunks.named_parameters())
+    owned = [
+        piece
+        for plan in buffer_plans(chunks, config.optimizer, mesh)
+        for piece in owned_pieces(
+            plan,
+            parameters,
+            mesh.replicas(plan.replicas).cell,
+            chunks.embedding_is_copy,
+            lambda parameter: torch.zeros((), dtype=torch.float32).expand(parameter.shape),
+        )
+    ]
     polar_express = choose(_CPU, native=False)
     return chunks, build_optimizer(config.optimizer, owned, polar_express, mesh.groups.tp, config.train.deterministic)
-
-
-def _owned(chunks: ModelChunks, config: PretrainConfig, mesh: Mesh) -> Iterator[OwnedPiece]:
-    parameters = dict(chunks.named_parameters())
-    for plan in buffer_plans(chunks, config.optimizer, mesh):
-        cell = mesh.replicas(plan.replicas).cell
-        for piece in plan.pieces:
-            if piece.owner == cell:
-                weight = parameters[piece.shard.parameter.name].detach().view(-1)[piece.start : piece.stop]
-                gradient = torch.zeros((), dtype=torch.float32).expand(weight.shape)
-                is_copy = plan.is_shared_embedding and chunks.embedding_is_copy
-                yield OwnedPiece(piece, weight, gradient, is_copy)
 
 
 def _on_cpu(config: PretrainConfig) -> PretrainConfig:

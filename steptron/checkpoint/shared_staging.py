@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-
 from steptron.platform.distributed import on_first_rank
 from steptron.platform.staging import staging_folder
 
@@ -21,12 +19,4 @@ def shared_staging_folder(output: Path, title: str) -> Iterator[Path]:
         UserError: ``title`` and why it cannot be made; on every rank.
     """
     with contextlib.ExitStack() as stack:
-        paths: list[Path | None] = [None]
-
-        def create() -> None:
-            paths[0] = stack.enter_context(staging_folder(output))
-
-        on_first_rank(title, create)
-        dist.broadcast_object_list(paths, src=0)
-        assert paths[0] is not None
-        yield paths[0]
+        yield on_first_rank(title, lambda: stack.enter_context(staging_folder(output)))

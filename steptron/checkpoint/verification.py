@@ -10,6 +10,7 @@ from pathlib import Path
 from steptron.checkpoint.checksums import fault
 from steptron.checkpoint.folder import MANIFEST
 from steptron.checkpoint.manifest import Manifest, read_manifest
+from steptron.checkpoint.shares import share_out
 from steptron.errors import UserError
 
 Report = Callable[[int, int], None]
@@ -36,7 +37,9 @@ def problems(
         manifest = read_manifest(folder)
     except UserError as error:
         return [str(error).removeprefix(f"{folder}/")]
-    own = _share(manifest, *share)
+    number, readers = share
+    names = sorted(manifest.files)
+    own = [names[index] for index in share_out([manifest.files[name].bytes for name in names], readers)[number]]
     total, done = sum(manifest.files[name].bytes for name in own), 0
     counting, interrupted = threading.Lock(), threading.Event()
 
@@ -69,15 +72,3 @@ def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
     """
     found = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     return sorted(name for name in found if name != MANIFEST and name not in manifest.files)
-
-
-def _share(manifest: Manifest, number: int, readers: int) -> list[str]:
-    """The files of one reader: each takes, largest first, the next file when it has least to read."""
-    loads = [0] * readers
-    own = []
-    for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name)):
-        reader = loads.index(min(loads))
-        loads[reader] += manifest.files[name].bytes + 1
-        if reader == number:
-            own.append(name)
-    return own

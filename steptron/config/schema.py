@@ -467,6 +467,10 @@ class CheckpointConfig(Section):
     )
 
 
+RejectedStepPolicy = Literal["stop", "skip", "roll_back"]
+"""What a run does about a step that must not be made."""
+
+
 class LossSpikeConfig(Section):
     """Steps whose loss jumps."""
 
@@ -476,7 +480,7 @@ class LossSpikeConfig(Section):
         "unset",
     )
     window: Size = Field(32, description="steps whose median is the usual loss; nothing is judged before as many")
-    policy: Literal["stop", "skip", "roll_back"] = Field(
+    policy: RejectedStepPolicy = Field(
         "skip",
         description="stop the run; skip the batch without an update; roll back to the last checkpoint and leave out "
         "the data from there to the batch",
@@ -486,7 +490,7 @@ class LossSpikeConfig(Section):
 class FaultsConfig(Section):
     """What a run does when something goes wrong."""
 
-    on_non_finite: Literal["stop", "skip", "roll_back"] = Field(
+    on_non_finite: RejectedStepPolicy = Field(
         "stop",
         description="a loss or gradient is NaN or infinite: stop, skip the batch, or roll back to the last checkpoint "
         "and leave out the data from there to the batch",

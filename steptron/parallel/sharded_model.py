@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,14 @@ class ShardedModel:
         self.chunks = [DataParallel(chunk, self.gather) for chunk in chunks]
         self.owned = [
             piece
-            for buffer in self.gradients
-            for piece in _owned(buffer, parameters, self._groups[buffer.plan.replicas].cell, chunks.embedding_is_copy)
+            for plan in plans
+            for piece in owned_pieces(
+                plan,
+                parameters,
+                self._groups[plan.replicas].cell,
+                chunks.embedding_is_copy,
+                lambda parameter: parameter.main_grad,  # type: ignore[attr-defined]
+            )
         ]
 
     @contextlib.contextmanager
@@ -139,16 +145,21 @@ def shares_embedding(chunk: StepModel) -> bool:
     return chunk.mtp_depths > 0 and not one_stage and hasattr(chunk, "embedding")
 
 
-def _owned(
-    buffer: GradientBuffer, parameters: dict[str, torch.nn.Parameter], cell: int, embedding_is_copy: bool
+def owned_pieces(
+    plan: BufferPlan,
+    parameters: Mapping[str, torch.nn.Parameter],
+    cell: int,
+    embedding_is_copy: bool,
+    gradient_of: Callable[[torch.nn.Parameter], torch.Tensor],
 ) -> Iterator[OwnedPiece]:
-    for piece in buffer.plan.pieces:
+    """What the owner of a cell of a buffer updates; ``gradient_of`` gives the gradient of a parameter, in its shape."""
+    for piece in plan.pieces:
         if piece.owner == cell:
             parameter = parameters[piece.shard.parameter.name]
             part = slice(piece.start, piece.stop)
             yield OwnedPiece(
                 piece,
                 parameter.detach().view(-1)[part],
-                parameter.main_grad.view(-1)[part],  # type: ignore[attr-defined]
-                is_copy=buffer.plan.is_shared_embedding and embedding_is_copy,
+                gradient_of(parameter).view(-1)[part],
+                is_copy=plan.is_shared_embedding and embedding_is_copy,
             )

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from steptron.platform.world import World, attempt, expected_hosts, world
 
 __all__ = ["World", "initialize", "on_first_rank", "meet", "shutdown", "start", "world"]
 
+_T = TypeVar("_T")
 _NAMED_RANKS = 16  # absent ranks that a message lists
 
 
@@ -120,21 +121,23 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-def on_first_rank(failure_title: str, action: Callable[[], None]) -> None:
-    """Runs a file-system action on rank 0; a failure there is raised on every rank.
+def on_first_rank(failure_title: str, action: Callable[[], _T]) -> _T:
+    """Runs a file-system action on rank 0; its result, or its failure, is every rank's.
 
     Raises:
         UserError: ``failure_title`` and what went wrong.
     """
-    failure: list[str | None] = [None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            action()
+            outcome[0] = action()
         except Exception as error:
-            failure[0] = str(error) or repr(error)
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise UserError(f"{failure_title}: {failure[0]}")
+            outcome[1] = str(error) or repr(error)
+    dist.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
+    if failure is not None:
+        raise UserError(f"{failure_title}: {failure}")
+    return cast(_T, result)
 
 
 def _take_gpu(place: World) -> None:

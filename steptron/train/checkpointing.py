@@ -84,13 +84,11 @@ class Checkpointing:
             self._failed(error, last)
             return
         self._failed_in_a_row = 0
+        output = self._config.train.output
         try:
-            on_first_rank("an old checkpoint cannot be deleted", self._prune)
+            on_first_rank("an old checkpoint cannot be deleted", lambda: prune(output, self._rule))
         except UserError as error:
             self._say(str(error))
-
-    def _prune(self) -> None:
-        prune(self._config.train.output, self._rule)
 
     def _failed(self, error: UserError, last: bool) -> None:
         self._failed_in_a_row += 1

@@ -6,13 +6,10 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
 
-from steptron.config.schema import FaultsConfig, LossSpikeConfig
+from steptron.config.schema import FaultsConfig, LossSpikeConfig, RejectedStepPolicy
 from steptron.errors import UserError
 from steptron.train.step import NonFiniteError, RejectedStep
-
-Policy = Literal["stop", "skip", "roll_back"]
 
 
 class RollBack(Exception):
@@ -85,13 +82,13 @@ class FaultPolicy:
         if step > self._furthest:
             self._in_a_row = 0
 
-    def decide(self, rejected: RejectedStep, step: int) -> Policy:
+    def decide(self, rejected: RejectedStep, step: int) -> RejectedStepPolicy:
         """What to do about a step (from 1) that was not made.
 
         Raises:
             UserError: the policy is to stop, or there have been too many faults in a row.
         """
-        policy: Policy = self._config.loss_spike.policy
+        policy: RejectedStepPolicy = self._config.loss_spike.policy
         if isinstance(rejected, NonFiniteError):
             policy = self._config.on_non_finite
         self._furthest = max(self._furthest, step)

@@ -17,8 +17,9 @@ from steptron.checkpoint.released.companions import Companions
 from steptron.checkpoint.released.folder import CONFIG, INDEX, SINGLE
 from steptron.checkpoint.released.names import Precision, ReleasedTensor, released_tensors
 from steptron.checkpoint.released.output import check_output, check_space
-from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, share_out, transfer_group
+from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, transfer_group
 from steptron.checkpoint.released.shards import Shard, plan_shards
+from steptron.checkpoint.shares import share_out
 from steptron.checkpoint.weights import CheckpointWeights, same_on_every_rank
 from steptron.errors import ConfigError, UserError
 from steptron.model.layer_spec import model_spec

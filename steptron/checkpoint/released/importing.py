@@ -32,9 +32,10 @@ from steptron.checkpoint.released import companions
 from steptron.checkpoint.released.folder import ReleasedFolder
 from steptron.checkpoint.released.names import ReleasedTensor
 from steptron.checkpoint.released.output import check_output, check_space
-from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, share_out, transfer_group
+from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, transfer_group
 from steptron.checkpoint.saving import complete, stamp
 from steptron.checkpoint.shared_staging import shared_staging_folder
+from steptron.checkpoint.shares import share_out
 from steptron.checkpoint.weights import ReleasedWeights
 from steptron.config.schema import ModelConfig
 from steptron.config.tree import dump
