@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -19,6 +18,7 @@ from steptron.errors import UserError
 from steptron.model.chunks import ModelChunks
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
+from steptron.platform.distributed import gather_to_all
 from steptron.platform.random_state import set_random_states
 
 
@@ -96,9 +96,7 @@ def _check_matches(
     known = {f"model.{name}" for name in matrices}
     wrong |= {key: f"{key} is not part of the model" for key in stored if key.startswith("model.") and key not in known}
     # A rank may find nothing wrong with what it holds and owns: all report what any has found, rather than load alone.
-    found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, wrong)
-    wrong = {key: text for own in found for key, text in own.items()}
+    wrong = {key: text for own in gather_to_all(wrong) for key, text in own.items()}
     if wrong:
         order = {name: number for number, name in enumerate(matrices)}
         keys = sorted(wrong, key=lambda key: (not key.startswith("model."), order.get(matrix_name(key), len(order))))

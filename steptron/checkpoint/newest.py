@@ -10,7 +10,7 @@ import torch.distributed as dist
 from steptron.checkpoint.folder import list_checkpoints, partial_folders, put_back
 from steptron.checkpoint.verification import Report, problems
 from steptron.errors import UserError
-from steptron.platform.distributed import on_first_rank
+from steptron.platform.distributed import gather_to_all, on_first_rank
 
 
 def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Path | None:
@@ -53,6 +53,4 @@ def problems_of_all(folder: Path, contents: bool, report: Report = lambda done, 
     ``report`` is told of the progress of this process's share.
     """
     share = dist.get_rank(), dist.get_world_size()
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, problems(folder, contents, share, report))
-    return sorted({text for own in gathered for text in own})
+    return sorted({text for own in gather_to_all(problems(folder, contents, share, report)) for text in own})

@@ -34,7 +34,7 @@ from steptron.optim.base import Optimizer
 from steptron.optim.build import build_optimizer
 from steptron.parallel.mesh import Mesh, build_mesh
 from steptron.parallel.sharded_model import buffer_plans, owned_pieces
-from steptron.platform.distributed import on_first_rank
+from steptron.platform.distributed import gather_to_all, on_first_rank
 from steptron.platform.staging import publish
 from steptron_kernels.polar_express.choose import choose
 
@@ -187,9 +187,7 @@ def _check_nothing_is_lost(
     source: Path, tensors: Mapping[str, ShardedTensor], stored: Mapping[str, StoredTensor]
 ) -> None:
     """Every tensor of the checkpoint must be held by some process. Collective."""
-    found: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, {tensor.key for tensor in tensors.values()})
-    held = set().union(*found)
+    held = set().union(*gather_to_all({tensor.key for tensor in tensors.values()}))
     lost = [key for key, tensor in stored.items() if key not in held and _is_kept(key, tensor)]
     if lost:
         raise UserError(f"{source} holds what its own configuration has no place for: {some_of(lost)}")

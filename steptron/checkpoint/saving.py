@@ -42,7 +42,7 @@ from steptron.errors import UserError
 from steptron.model.chunks import ModelChunks
 from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
-from steptron.platform.distributed import on_first_rank
+from steptron.platform.distributed import gather_to_all, on_first_rank
 from steptron.platform.staging import publish
 
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
@@ -261,9 +261,8 @@ class _Pending:
             UserError: a writer failed; on every rank.
         """
         self.writing.wait()
-        gathered: list[tuple[dict[str, FileSum], str | None]] = [({}, None)] * dist.get_world_size()
         failed = what_failed(self.writing.results) if isinstance(self.writing.results, Exception) else None
-        dist.all_gather_object(gathered, (self.writing.sums, failed))
+        gathered = gather_to_all((self.writing.sums, failed))
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
         if failures:
             raise UserError(f"{_TITLE}: {self.temporary}: {'; '.join(failures[:8])}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from steptron.config.schema import ParallelConfig, TrainConfig
 from steptron.errors import UserError
 from steptron.model.transformer_config import DTYPES
+from steptron.platform.distributed import gather_to_all
 from steptron_kernels import extension
 from steptron_kernels.select import Kernels, KernelsUnavailableError, select
 
@@ -29,8 +29,7 @@ def choose_kernels(train: TrainConfig, parallel: ParallelConfig, device: torch.d
     except KernelsUnavailableError as error:
         problem = str(error)
     choice = f"{kernels.name} with {kernels.products} products" if kernels is not None else problem
-    answers: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
-    dist.all_gather_object(answers, (choice, kernels is None))
+    answers = gather_to_all((choice, kernels is None))
     ranks: dict[tuple[str, bool], list[int]] = {}
     for rank, answer in enumerate(answers):
         ranks.setdefault(answer, []).append(rank)

@@ -25,6 +25,7 @@ from steptron.optim.base import Optimizer
 from steptron.parallel.mesh import Mesh
 from steptron.parallel.replica_group import ReplicaGroup, WholeGroup
 from steptron.parallel.sharded_model import shares_embedding
+from steptron.platform.distributed import gather_to_all
 
 _BLOCK = 1 << 15
 """Elements that are weighted alike in every block; part of what a checksum means."""
@@ -75,8 +76,7 @@ def check_replicas(chunks: ModelChunks, optimizer: Optimizer, mesh: Mesh, device
     differences = list(_differences(chunks, optimizer, mesh))
     if not mesh.add_up(torch.tensor(len(differences), device=device)).item():
         return
-    gathered: list[tuple[str, list[_Difference]]] = [("", [])] * dist.get_world_size()
-    dist.all_gather_object(gathered, (socket.gethostname(), differences))
+    gathered = gather_to_all((socket.gethostname(), differences))
     found = dict.fromkeys(difference for _, own in gathered for difference in own)
     raise UserError(_describe(found, [host for host, _ in gathered], step))
 

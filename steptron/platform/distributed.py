@@ -140,6 +140,13 @@ def on_first_rank(failure_title: str, action: Callable[[], _T]) -> _T:
     return cast(_T, result)
 
 
+def gather_to_all(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """What every rank of a group (of all, when None) gives, by rank. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 def _take_gpu(place: World) -> None:
     count = torch.cuda.device_count()
     if place.local_rank >= count:

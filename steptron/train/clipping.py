@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch.distributed as dist
-
 from steptron.errors import UserError, some_of
 from steptron.model.chunks import ModelChunks
 from steptron.model.output_norms import OutputNorms
@@ -13,6 +11,7 @@ from steptron.optim.base import Optimizer
 from steptron.optim.weight_clipping import Clipped, clip_weights
 from steptron.parallel.mesh import Mesh
 from steptron.parallel.sharded_model import ShardedModel
+from steptron.platform.distributed import gather_to_all
 
 
 class WeightClipping:
@@ -62,9 +61,7 @@ class WeightClipping:
         self._sharded.gather.wait()
         own = clip_weights(self._optimizer, self._sharded.owned, self._norms.maxima, self._threshold)
         self._norms.restart()
-        of_ranks: list[list[Clipped]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, own)
-        clipped = [item for items in of_ranks for item in items]
+        clipped = [item for items in gather_to_all(own) for item in items]
         if bad := [item.name for item in clipped if not math.isfinite(item.largest)]:
             raise UserError(
                 f"weight clipping: outputs of {some_of(bad)} have been NaN or infinite: no checkpoint was written, "

@@ -26,6 +26,7 @@ from steptron.parallel.gradient_norm import clip_gradients, gradient_norm
 from steptron.parallel.mesh import Mesh
 from steptron.parallel.sequence_shard import SequenceShard
 from steptron.parallel.sharded_model import DataParallel, ShardedModel, buffer_plans
+from steptron.platform.distributed import gather_to_all
 from steptron.train.clipping import WeightClipping
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 from steptron_kernels.polar_express.choose import choose
@@ -394,6 +395,4 @@ class TrainStep:
 
 def _of_all_ranks(names: list[str]) -> str:
     """Names that any rank has, the first twenty written out."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
-    return some_of(sorted({name for part in gathered for name in part}))
+    return some_of(sorted({name for part in gather_to_all(names) for name in part}))

@@ -40,7 +40,7 @@ from steptron.checkpoint.weights import ReleasedWeights
 from steptron.config.schema import ModelConfig
 from steptron.config.tree import dump
 from steptron.errors import UserError
-from steptron.platform.distributed import on_first_rank
+from steptron.platform.distributed import gather_to_all, on_first_rank
 from steptron.platform.staging import publish
 
 PIECE_BYTES = 256 * 2**20
@@ -84,10 +84,13 @@ def import_released(source: Path, output: Path, *, force: bool, report: Report) 
         group = transfer_group()
         _write(own, weights.folder, folder, title, report, group)
         mine: dict[str, FileSum] = {}
-        sums = [mine] * dist.get_world_size()
 
         def add_up() -> None:
             mine.update(file_sums(folder, [file.name for file in folder.glob(f"__{dist.get_rank()}_*")]))
+
+        # With the patience of a transfer: to read what was written, or to delete what is replaced, may take long.
+        on_every_rank(title, add_up, group)
+        sums = gather_to_all(mine, group)
 
         def conclude() -> None:
             if dist.get_rank() == 0:
@@ -95,9 +98,6 @@ def import_released(source: Path, output: Path, *, force: bool, report: Report) 
                 check_output(output, source, force, "a checkpoint", [MANIFEST])
                 _conclude(folder, output, source, weights.model, sums)
 
-        # With the patience of a transfer: to read what was written, or to delete what is replaced, may take long.
-        on_every_rank(title, add_up, group)
-        dist.all_gather_object(sums, mine, group=group)
         on_every_rank(title, conclude, group)
     return Transfer(len(weights.expected), total)
 

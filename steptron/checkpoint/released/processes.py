@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from steptron.errors import UserError
+from steptron.platform.distributed import gather_to_all
 
 Report = Callable[[int, int], None]
 """Called with the bytes of tensors that this process has moved, and with those that it will have moved at the end."""
@@ -47,8 +48,7 @@ def on_every_rank(failure_title: str, action: Callable[[], None], group: dist.Pr
         failure = _INTERRUPTED
     except Exception as error:
         failure, cause = str(error) or repr(error), error
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
+    failures = gather_to_all(failure, group)
     if _INTERRUPTED in failures:
         raise KeyboardInterrupt
     if cause is not None and not isinstance(cause, UserError | OSError):
