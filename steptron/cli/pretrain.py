@@ -74,11 +74,15 @@ def pretrain(
 
     from steptron.platform.watch import Watch
     from steptron.train.loop import Pretraining
+    from steptron.train.run_lock import run_lock_of_all
     from steptron.train.stop import STOPPED_EXIT_CODE
 
     place = distributed.world()
     hang_after = faults.hang_after_seconds or 0.8 * timeout
-    with Watch(store, place.rank, place.size, faults.dead_after_seconds, hang_after, config.train.output) as watch:
+    with (
+        Watch(store, place.rank, place.size, faults.dead_after_seconds, hang_after, config.train.output) as watch,
+        run_lock_of_all(config.train.output),
+    ):
         # What torchrun starts again goes on from what there is by now.
         complete = Pretraining(config, device, fresh and attempt() == 0, request, watch.progress).run()
     distributed.shutdown()

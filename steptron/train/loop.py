@@ -47,7 +47,6 @@ from steptron.train.muon_log import MuonLog
 from steptron.train.ownership import report_ownership
 from steptron.train.plot import plot_losses
 from steptron.train.records import EventRecord
-from steptron.train.run_lock import RunLock
 from steptron.train.sinks import LOG_NAME, Sinks, make_sinks
 from steptron.train.step import Flags, RejectedStep, TrainStep
 from steptron.train.stop import StopRequest
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class Pretraining:
-    """One run: data, step, records and checkpoints put together.
+    """One run: data, step, records and checkpoints put together. Whoever makes it holds the folder (``run_lock``).
 
     Args:
         config: the whole configuration, already checked against the world size.
@@ -83,10 +82,8 @@ class Pretraining:
         self.device = device
         determinism.use_deterministic_algorithms(config.train.deterministic)
         self.is_reporter = dist.get_rank() == 0
-        # Others keep it: a bound method would be a cycle, in which a run that is over lives on with its folder's lock.
         self._say: Callable[[str], None] = _say if self.is_reporter else _say_nothing
         self.mesh: Mesh = build_mesh(config.parallel)
-        on_first_rank("the run cannot start", self._take_folder)
         self.train_data = SampleSource(config.data.train, "train", config.data, config.parallel.timeout_seconds)
         self.validation_data = self._open_validation()
         for source in filter(None, (self.train_data, self.validation_data)):
@@ -299,9 +296,6 @@ class Pretraining:
     def _newest_checkpoint(self) -> Path | None:
         train = self.config.train
         return newest_valid(train.output, train.checkpoint.verify == "checksums", self._say)
-
-    def _take_folder(self) -> None:
-        self._lock = RunLock(self.config.train.output)
 
     def _open_validation(self) -> SampleSource | None:
         """The data to validate on; None where there is nothing to validate on."""

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from steptron.checkpoint.folder import MANIFEST, list_checkpoints, partial_folders
 from steptron.cli.main import app
-from steptron.train.run_lock import RunLock
+from steptron.train.run_lock import run_lock
 from tests.checkpoint.made import flip, make
 from tests.worker_pool import REPOSITORY
 
@@ -107,12 +107,11 @@ def test_prune_goes_by_the_run_s_own_rule_unless_told_otherwise(run: Path) -> No
 
 
 def test_prune_keeps_away_from_a_run_that_goes_on(run: Path) -> None:
-    lock = RunLock(run)
-    result = steptron("prune", run, "--keep", "1")
-    assert result.exit_code == 2 and f"a run writes to {run}" in result.stderr
-    assert len(list_checkpoints(run)) == 4
-    assert steptron("prune", run, "--keep", "1", "--dry-run").exit_code == 0
-    del lock
+    with run_lock(run):
+        result = steptron("prune", run, "--keep", "1")
+        assert result.exit_code == 2 and f"a run writes to {run}" in result.stderr
+        assert len(list_checkpoints(run)) == 4
+        assert steptron("prune", run, "--keep", "1", "--dry-run").exit_code == 0
 
 
 def test_prune_never_deletes_the_last_whole_checkpoint(run: Path) -> None:

@@ -23,6 +23,7 @@ from steptron.data.batch import MicroBatch
 from steptron.errors import UserError
 from steptron.train.loop import Pretraining
 from steptron.train.records import EventRecord, Record, StepRecord, read_records
+from steptron.train.run_lock import run_lock_of_all
 from steptron.train.step import TrainStep
 from tests.data.corpora import build_small, varied_texts
 from tests.parallel.layouts import NANO
@@ -121,7 +122,8 @@ def pretrain(
     with (
         faults_in_data(added or {}, kind),
         contextlib.redirect_stdout(printed),
-        mock.patch("gc.freeze"),  # this process outlives the run, whose lock goes with it
+        mock.patch("gc.freeze"),  # this process outlives the run
+        run_lock_of_all(config.train.output),
     ):
         run = Pretraining(config, torch.device("cpu"))
         try:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from steptron.errors import UserError
-from steptron.train.run_lock import RunLock
+from steptron.train.run_lock import run_lock
 
-HOLD = "import sys, pathlib; from steptron.train.run_lock import RunLock; "
-HOLD += "lock = RunLock(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys, pathlib; from steptron.train.run_lock import run_lock; "
+HOLD += "lock = run_lock(pathlib.Path(sys.argv[1])); lock.__enter__(); print('held', flush=True); sys.stdin.read()"
 
 
 def test_a_folder_is_held_until_its_process_ends_however_it_ends(tmp_path: Path) -> None:
@@ -21,10 +21,18 @@ def test_a_folder_is_held_until_its_process_ends_however_it_ends(tmp_path: Path)
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=f"another run writes to {tmp_path / 'run'}"):
-            RunLock(tmp_path / "run")
-        RunLock(tmp_path / "other")
+        with pytest.raises(UserError, match=f"another run writes to {tmp_path / 'run'}"), run_lock(tmp_path / "run"):
+            pass
+        with run_lock(tmp_path / "other"):
+            pass
     finally:
         holder.kill()
         holder.wait(timeout=20)
-    RunLock(tmp_path / "run")
+    with run_lock(tmp_path / "run"):
+        pass
+
+
+def test_a_folder_is_free_again_where_its_block_ends(tmp_path: Path) -> None:
+    for _ in range(2):
+        with run_lock(tmp_path / "run"), pytest.raises(UserError), run_lock(tmp_path / "run"):
+            pass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,31 +40,26 @@ def prune(
     """
     from steptron.checkpoint import retention
     from steptron.checkpoint.found import find, folder_bytes
-    from steptron.train.run_lock import RunLock
 
     found = find(run)
     if found.run is None:
         raise UserError(f"{run} is one checkpoint: name a run's folder")
     folder = found.run
-    lock = None
     try:
-        if not dry_run:
-            lock = _locked(RunLock, folder)
-        found = find(run)
-        rule = _rule(found, keep, keep_every, keep_best)
-        doomed = retention.prune(folder, rule, dry_run=True)
-        if doomed:
-            staying = [one for one in found.checkpoints if one not in doomed]
-            _check_what_stays(staying, contents=not (sizes_only or dry_run))
-        sizes = {one: folder_bytes(one) for one in (*doomed, *found.partial)}
-        if not dry_run:
-            retention.prune(folder, rule)
-            for leftover in found.partial:
-                shutil.rmtree(leftover)
+        with contextlib.nullcontext() if dry_run else _no_run_in(folder):
+            found = find(run)
+            rule = _rule(found, keep, keep_every, keep_best)
+            doomed = retention.prune(folder, rule, dry_run=True)
+            if doomed:
+                staying = [one for one in found.checkpoints if one not in doomed]
+                _check_what_stays(staying, contents=not (sizes_only or dry_run))
+            sizes = {one: folder_bytes(one) for one in (*doomed, *found.partial)}
+            if not dry_run:
+                retention.prune(folder, rule)
+                for leftover in found.partial:
+                    shutil.rmtree(leftover)
     except OSError as error:
         raise UserError(f"{run} cannot be pruned: {error}") from error
-    finally:
-        del lock  # held to here
     _say(found, sizes, rule, dry_run)
 
 
@@ -121,12 +118,17 @@ def _say(found: Found, sizes: dict[Path, int], rule: CheckpointConfig, dry_run: 
     typer.echo(f"{sum(sizes.values()):,} bytes {freed}; {left} checkpoint{'' if left == 1 else 's'} kept")
 
 
-def _locked(lock: type, run: Path) -> object:
-    """The run's lock, held as long as what is returned is referred to."""
-    try:
-        return lock(run)
-    except UserError as error:
-        raise UserError(
-            f"a run writes to {run} and thins out its checkpoints itself (train.checkpoint.keep, keep_every_steps, "
-            "keep_best): prune it when it has ended"
-        ) from error
+@contextlib.contextmanager
+def _no_run_in(folder: Path) -> Iterator[None]:
+    """Keeps runs away from a folder within the ``with`` block."""
+    from steptron.train.run_lock import run_lock
+
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(run_lock(folder))
+        except UserError as error:
+            raise UserError(
+                f"a run writes to {folder} and thins out its checkpoints itself (train.checkpoint.keep, "
+                "keep_every_steps, keep_best): prune it when it has ended"
+            ) from error
+        yield
