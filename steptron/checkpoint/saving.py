@@ -10,10 +10,7 @@ without a limit: a child that dies leaves the run hanging. A thread lives and di
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-import queue
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -24,16 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint.storage import WriteResult
 
 import steptron
 from steptron.checkpoint.checksums import FileSum, file_sums
 from steptron.checkpoint.folder import checkpoint_folder, partial_folders, staging
 from steptron.checkpoint.manifest import CONFIG, Manifest, Progress, write_manifest
 from steptron.checkpoint.matrices import FAILURES, what_failed
+from steptron.checkpoint.planner import Buckets, Planner, results_of_this_process, staged
+from steptron.checkpoint.tensor_file import write_tensor_file
 from steptron.checkpoint.tensors import model_tensors, optimizer_tensors, random_tensors
 from steptron.config.schema import PretrainConfig
 from steptron.config.show import to_yaml
@@ -49,8 +47,6 @@ TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE)
 """Copied from the training data, so that a checkpoint is enough to write text."""
 
 _TITLE = "checkpoint not written"
-_Buckets = Sequence[tuple[str, str, tuple[Sequence[tuple[Any, Any]], Sequence[tuple[Any, torch.Tensor]]]]]
-"""What Megatron-Core's planner gives a process to write: path, name, and (plan's item, data) of objects and tensors."""
 
 
 class Saver:
@@ -66,6 +62,7 @@ class Saver:
         self._config = config
         self._datasets = list(datasets)
         self._mesh = mesh
+        self._planner = Planner()
         self._pending: _Pending | None = None
 
     def start(
@@ -99,7 +96,7 @@ class Saver:
             datasets=self._datasets,
             files={},
         )
-        self._pending = _begin(temporary, manifest, tensors, changing=True)
+        self._pending = _begin(temporary, manifest, tensors, self._planner, changing=True)
 
     @property
     def is_pending(self) -> bool:
@@ -154,7 +151,7 @@ def write(
     Raises:
         UserError: on every rank: something could not be written.
     """
-    pending = _begin(folder, manifest, tensors, changing=False)
+    pending = _begin(folder, manifest, tensors, Planner(), changing=False)
     sums = pending.collect()
     on_first_rank(_TITLE, lambda: _add_rest(pending, sums, config, tokenizer))
 
@@ -194,10 +191,12 @@ def stamp() -> dict[str, str]:
     }
 
 
-def _begin(folder: Path, manifest: Manifest, tensors: dict[str, ShardedTensor], changing: bool) -> _Pending:
+def _begin(
+    folder: Path, manifest: Manifest, tensors: Mapping[str, ShardedTensor], planner: Planner, changing: bool
+) -> _Pending:
     """Begins to write tensors; ``changing`` says that they may change meanwhile, so that they are copied first."""
-    request = _plan(tensors, folder)
-    writing = _Writing(_transforms(request), _staged(request, tensors if changing else {}), folder)
+    request = planner.plan(tensors, folder)
+    writing = _Writing(staged(request, tensors if changing else {}))
     return _Pending(manifest, folder, request, writing)
 
 
@@ -212,36 +211,38 @@ def _add_rest(pending: _Pending, sums: Mapping[str, FileSum], config: PretrainCo
 
 
 class _Writing:
-    """A thread that writes this process's files of a checkpoint.
+    """Threads that write this process's files of a checkpoint, one each.
 
     Attributes:
-        results: what Megatron-Core's writers leave for the list of tensors: the results by file, or an exception.
-        sums: of the files that it wrote, by name.
+        results: what Megatron-Core's writers leave for the list of tensors: the results by file.
+        sums: of the files that are written, by name.
+        failure: of one of the files.
     """
 
-    def __init__(self, transforms: Any, buckets: _Buckets, folder: Path) -> None:
-        self.results: dict[int, list[Any]] | Exception = {}
+    def __init__(self, buckets: Buckets) -> None:
+        self.results: dict[int, list[WriteResult]] = {}
         self.sums: dict[str, FileSum] = {}
-        self._folder = folder
-        self._thread = threading.Thread(target=self._write, args=(transforms, buckets), name="checkpoint", daemon=True)
-        self._thread.start()
+        self.failure: Exception | None = None
+        self._threads = [
+            threading.Thread(target=self._write, args=(number, *bucket), name="checkpoint", daemon=True)
+            for number, bucket in enumerate(buckets)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_done(self) -> bool:
-        return not self._thread.is_alive()
+        return not any(thread.is_alive() for thread in self._threads)
 
     def wait(self) -> None:
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _write(self, transforms: Any, buckets: _Buckets) -> None:
-        results: dict[int, list[Any]] = {}
+    def _write(self, number: int, path: str, name: str, items: Any) -> None:
         try:
-            for index, bucket in enumerate(buckets):
-                results[index] = _write_file(transforms, index, bucket)
-            self.sums = file_sums(self._folder, [name for _, name, _ in buckets])
-            self.results = results
+            self.results[number], self.sums[name] = write_tensor_file(Path(path), name, *items)
         except Exception as error:
-            self.results = error
+            self.failure = error
 
 
 class _Pending:
@@ -261,90 +262,18 @@ class _Pending:
             UserError: a writer failed; on every rank.
         """
         self.writing.wait()
-        failed = what_failed(self.writing.results) if isinstance(self.writing.results, Exception) else None
+        failed = None if self.writing.failure is None else what_failed(self.writing.failure)
         gathered = gather_to_all((self.writing.sums, failed))
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
         if failures:
             raise UserError(f"{_TITLE}: {self.temporary}: {'; '.join(failures[:8])}")
-        _results_of_this_process().put(self.writing.results)
+        results_of_this_process().put(self.writing.results)
         try:
             for finalize in self._request.finalize_fns:
                 finalize()
         except FAILURES as error:
             raise UserError(f"{_TITLE}: {self.temporary}: {what_failed(error)}") from error
         return {name: total for sums, _ in gathered for name, total in sums.items()}
-
-
-@functools.cache
-def _results_of_this_process() -> queue.SimpleQueue[Any]:
-    """Where Megatron-Core looks for what its writers wrote.
-
-    It would start a manager process for that queue: seconds for the first save, a save that hangs when the manager
-    dies, and a process left over when a rank is killed.
-    """
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    filesystem_async._results_queue = results
-    return results
-
-
-def _plan(tensors: dict[str, ShardedTensor], folder: Path) -> AsyncRequest:
-    """Megatron-Core's plan of who writes what, as the request that one of its own writers would carry out."""
-    results = _results_of_this_process()
-    while not results.empty():  # of a save that failed elsewhere
-        results.get()
-    # 0.19 knows another package's writers, and would take them.
-    strategy = {"async_strategy": "mcore"} if "async_strategy" in _SAVE_PARAMETERS else {}
-    try:
-        request = dist_checkpointing.save(
-            dict(tensors), str(folder), validate_access_integrity=True, async_sharded_save=True, **strategy
-        )
-    except FAILURES as error:
-        raise UserError(f"{_TITLE}: {folder}: {what_failed(error)}") from error
-    assert request is not None
-    return request
-
-
-_SAVE_PARAMETERS = inspect.signature(dist_checkpointing.save).parameters
-
-
-def _transforms(request: AsyncRequest) -> Any:
-    """What Megatron-Core's function for writing wants to be given first: torch's transforms of what is written."""
-    return [] if request.async_fn is None else request.async_fn.args[0]
-
-
-def _staged(request: AsyncRequest, tensors: Mapping[str, ShardedTensor]) -> _Buckets:
-    """What this process writes, copied to its own memory where it is one of the given tensors."""
-    if request.async_fn is None or request.preload_fn is None:
-        return []
-    live = {sharded.data.untyped_storage().data_ptr() for sharded in tensors.values()}
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        # Megatron-Core has copied views, and what lay on a GPU.
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
-
-    return [
-        (path, name, (objects, [(item, copied(tensor)) for item, tensor in held]))
-        for path, name, (objects, held) in request.preload_fn()
-    ]
-
-
-def _write_file(transforms: Any, index: int, bucket: Any) -> list[Any]:
-    """Writes one file to the disk, by Megatron-Core's function for it; returns where in it each item lies."""
-    results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    running: queue.Queue[int] = queue.Queue()
-    running.put(index)
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-        transforms,
-        local_proc_idx=index,
-        write_bucket=bucket,
-        results_queue=results,
-        count_queue=running,
-        use_fsync=True,
-    )
-    _, written = results.get_nowait()
-    if isinstance(written, Exception):
-        raise written
-    return list(written)
 
 
 def _prepare(temporary: Path) -> None:

@@ -7,10 +7,12 @@ import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 from steptron.checkpoint import loading, saving
 from steptron.checkpoint.folder import MANIFEST
@@ -23,6 +25,7 @@ from steptron.model.parameter_shards import Place
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import TrainStep
 from tests.checkpoint.states import (
+    ADAMW,
     BF16,
     MUON,
     PROGRESS,
@@ -124,6 +127,37 @@ def test_a_vocabulary_that_does_not_divide_is_stored_without_its_padding(pool: W
         folder = tmp_path / "checkpoints" / "step_00000002"
         loaded = assembled([o[2] for o in pool.run(world_size, load_and_report, folder, [*layout, *odd])])
         assert [key for key in saved if not torch.equal(saved[key], loaded[key])] == [], target
+
+
+def saves_in_a_row(rank: int, world_size: int, output: Path, overrides: Sequence[str]) -> list[tuple[State, bool]]:
+    """What each of six saves should hold on this rank, and whether it was planned anew; the last two are of another
+    optimizer."""
+    configs = [configuration(output, [*overrides, optimizer]) for optimizer in (ADAMW, MUON)]
+    mesh = build_mesh(configs[0].parallel)
+    saver = saving.Saver(configs[0], ["hash"], mesh)
+    found = []
+    for config, numbers in zip(configs, ((1, 2, 3, 4), (5, 6)), strict=True):
+        train = TrainStep(config, mesh, torch.device("cpu"))
+        for number in numbers:
+            train.run(make_batches(number)[mesh.data_rank :: mesh.data_size], 1e-2, 1e-3)
+            with mock.patch.object(MCoreSavePlanner, "create_local_plan", autospec=True, side_effect=_plan) as planned:
+                saver.start(Progress(step=number), train.chunks, train.optimizer)
+            saver.finish()
+            found.append((state_of(train), planned.called))
+    return found
+
+
+_plan = MCoreSavePlanner.create_local_plan
+
+
+def test_saves_are_planned_anew_only_when_other_tensors_are_saved(pool: WorkerPool, tmp_path: Path) -> None:
+    ranks = pool.run(2, saves_in_a_row, tmp_path, ["parallel.expert=2"])
+    for number, saves in enumerate(zip(*ranks, strict=True), start=1):
+        saved = assembled([state for state, _ in saves])
+        written = stored(tmp_path / "checkpoints" / f"step_{number:08}")
+        assert written.keys() == saved.keys()
+        assert [key for key in saved if not torch.equal(saved[key], written[key])] == []
+    assert [[anew for _, anew in saves] for saves in ranks] == [[True, False, False, False, True, False]] * 2
 
 
 def resumed_and_whole(

@@ -57,7 +57,7 @@ def main() -> None:
         from steptron.train import step
 
         before(step.TrainStep, "_observe", "step")
-        after(saving, "_write_file", "write")
+        after(saving, "write_tensor_file", "write")
         before(saving, "publish", "before_rename")
         after(saving, "publish", "after_rename")
         before(loading, "set_random_states", "load")

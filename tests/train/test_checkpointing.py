@@ -51,13 +51,13 @@ class Run:
 @contextlib.contextmanager
 def slow_writer() -> Iterator[Callable[[], None]]:
     """Writers wait until what is given is called."""
-    go_on, write = threading.Event(), saving._write_file
+    go_on, write = threading.Event(), saving.write_tensor_file
 
     def wait_and_write(*args: Any) -> list[Any]:
         assert go_on.wait(100)
         return write(*args)
 
-    with mock.patch.object(saving, "_write_file", wait_and_write):
+    with mock.patch.object(saving, "write_tensor_file", wait_and_write):
         yield go_on.set
         go_on.set()
 
@@ -65,14 +65,14 @@ def slow_writer() -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def full_disk(bad_rank: int) -> Iterator[None]:
     """Writers of a rank find no space; those of others write."""
-    write, rank = saving._write_file, torch.distributed.get_rank()
+    write, rank = saving.write_tensor_file, torch.distributed.get_rank()
 
     def fail(*args: Any) -> list[Any]:
         if rank == bad_rank:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*args)
 
-    with mock.patch.object(saving, "_write_file", fail):
+    with mock.patch.object(saving, "write_tensor_file", fail):
         yield
 
 
