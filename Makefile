@@ -20,6 +20,8 @@ MEGATRON_VERSION ?=
 # `make PIP_FLAGS=` shows pip's downloads.
 PIP_FLAGS ?= -q
 PYTEST_ARGS ?=
+# Much of a test with several processes is waiting: two at a time. Files stay together, for the fixtures they share.
+PYTEST_PROCESSES ?= -n 2 --dist loadfile --no-loadscope-reorder
 QUICKSTART_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
@@ -107,11 +109,11 @@ quickstart: setup ## text -> tokenizer -> pre-training of a small model -> gener
 	@$(PY) tools/quickstart.py $(QUICKSTART_ARGS)
 
 test: setup ## run the test suite
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
 test-py312: ## the quickstart's smoke test and some layouts with Python 3.12 and Megatron-Core 0.19.2, in .venv312
 	@$(MAKE) --no-print-directory setup VENV=.venv312 PYTHON='$(PYTHON312)' WANT=3.12 SETTING=PYTHON312
-	.venv312/bin/python -m pytest -m py312 $(PYTEST_ARGS)
+	.venv312/bin/python -m pytest -m py312 $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: setup ## ruff (rules and formatting), mypy and ShellCheck
 	$(PY) -m ruff check .

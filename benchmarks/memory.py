@@ -124,6 +124,7 @@ def measure(rank: int, world_size: int, preset: str, overrides: list[str]) -> Pe
         step.run(batches, 1e-4, 1e-3)
         start = time.time_ns()
         step.run(batches, 1e-4, 1e-3)
+        step.sharded.gather.wait()  # a thread that records while the profiler stops may end the process
     return _peak(read_changes(prof, "cpu", (0, 1 << 63)), start)
 
 

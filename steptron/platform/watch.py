@@ -30,7 +30,7 @@ from steptron.errors import PeerError, UserError
 STACKS = "stacks"
 """Folder in a run's output with the stacks of the processes of a run that hung."""
 
-_FAULT, _HANG = "fault", "hang"
+_FAULT, _HANG, _LOOKING = "fault", "hang", "looking"
 _NAMED = 8
 _STORE_SECONDS = 10.0
 _WAITING = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}megatron{os.sep}core{os.sep}")
@@ -88,7 +88,7 @@ class Watch:
             # The process ends within seconds anyway, and should be able to say why.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if error is None:
-            self._try_set(f"left/{self._rank}", "done")
+            self._leave("done", self._dead_after)
             return
         own = f"rank {self._rank} of {self._size} ({_whereabouts()}) ended with {_in_short(error)}"
         if (
@@ -99,7 +99,7 @@ class Watch:
             raise PeerError(f"{cause}\n  this process, rank {self._rank}, noticed by: {_in_short(error)}") from error
         if not isinstance(error, PeerError):
             self._declare(own)
-        self._let_others_read()
+        self._leave_failed()
 
     # ------------------------------------------------------------------------------------- the thread
 
@@ -139,7 +139,7 @@ class Watch:
             return
         print(f"steptron: rank {self._rank} of {self._size} ends: {cause}", file=sys.stderr, flush=True)
         if self._rank == 0:
-            self._let_others_read()
+            self._leave_failed()
         sys.stdout.flush()
         os._exit(PeerError.exit_code)
 
@@ -183,18 +183,33 @@ class Watch:
     def _cause(self, own: str) -> str | None:
         """After a collective has failed: what another process did; None if this one seems to be the first to fail."""
         try:
-            deadline = time.monotonic() + 1.0
-            while time.monotonic() < deadline and not self._store.check([_FAULT]):
-                self._give_sign()
-                time.sleep(0.05)
-            if not self._store.check([_FAULT]):
+            # One looks for all: thousands that ask after everybody would keep the store from its work.
+            if not self._fault_within(1.0) and (self._is_first_to_look() or not self._fault_within(2 * self._look())):
                 dead = self._silent()
                 self._declare(self._describe_dead(dead) if dead else own)
             cause = self._read(_FAULT)
-            self._let_others_read()
+            self._leave_failed()
         except RuntimeError as error:
             return self._store_is_gone(error)
         return None if cause == own else cause
+
+    def _fault_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._store.check([_FAULT]):
+            if time.monotonic() > deadline:
+                return False
+            self._give_sign()
+            time.sleep(0.05)
+        return True
+
+    def _is_first_to_look(self) -> bool:
+        own = str(self._rank)
+        return self._store.compare_set(_LOOKING, "", own).decode() == own
+
+    def _look(self) -> float:
+        """Seconds without a sign after which a process counts as silent."""
+        # Longer than the longest pause between two signs of a process that is short of CPU.
+        return max(3 * self._interval, min(self._dead_after, 3.0))
 
     def _silent(self) -> list[int]:
         """Ranks that give no sign of life during a few intervals and have not left."""
@@ -202,8 +217,7 @@ class Watch:
             return []
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         before = self._signs(ranks)
-        # Longer than the longest pause between two signs of a process that is short of CPU.
-        deadline = time.monotonic() + max(3 * self._interval, min(self._dead_after, 3.0))
+        deadline = time.monotonic() + self._look()
         while before and time.monotonic() < deadline:
             self._give_sign()
             time.sleep(self._interval)
@@ -248,12 +262,15 @@ class Watch:
     def _read(self, key: str) -> str:
         return self._store.get(key).decode()
 
-    def _let_others_read(self) -> None:
-        """The first rank may keep the store: it waits until the others have seen what was declared."""
-        self._try_set(f"left/{self._rank}", "failed")
+    def _leave_failed(self) -> None:
+        self._leave("failed", 3 * self._interval + 2.0)
+
+    def _leave(self, how: str, patience: float) -> None:
+        """The first rank may keep the store: it waits until the others have left, and seen what was declared."""
+        self._try_set(f"left/{self._rank}", how)
         if self._rank > 0:
             return
-        deadline = time.monotonic() + 3 * self._interval + 2.0
+        deadline = time.monotonic() + patience
         with contextlib.suppress(RuntimeError):
             waiting = set(range(1, self._size))
             while waiting and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -65,13 +65,23 @@ class StepProfiler:
         folder: of all profiles of the run.
         targets: methods to mark, with the names of their phases.
         device: of this process.
+        settle: waits for collectives that are under way. Their threads record what they do, and a profiler that stops
+            meanwhile may take the process with it.
     """
 
-    def __init__(self, request: ProfileRequest, folder: Path, targets: Sequence[Target], device: torch.device) -> None:
+    def __init__(
+        self,
+        request: ProfileRequest,
+        folder: Path,
+        targets: Sequence[Target],
+        device: torch.device,
+        settle: Callable[[], object],
+    ) -> None:
         self._windows = deque(request.windows)
         self._folder = folder
         self._targets = targets
         self._device = device
+        self._settle = settle
         self._prints = dist.get_rank() == request.ranks[0]
         self._earlier: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._session: _Session | None = None
@@ -168,6 +178,7 @@ class StepProfiler:
 
     def _stop(self, session: _Session) -> None:
         with self._tolerating("the profiler cannot be stopped"), session.undo:
+            self._settle()
             session.prof.stop()
             if self._device.type == "cuda":
                 path = self._rank_folder(session) / "memory_snapshot.pickle"

@@ -363,7 +363,7 @@ class Pretraining:
         targets = training_targets(
             step.sharded.chunks, step.engine_config, step.optimizer, step.sharded.gather, self.train_data
         )
-        return StepProfiler(request, folder, targets, self.device)
+        return StepProfiler(request, folder, targets, self.device, step.sharded.gather.wait)
 
     @contextlib.contextmanager
     def _diagnostics(self) -> Iterator[MuonDiagnostics | None]:

@@ -48,7 +48,7 @@ def profiled(rank: int, world_size: int, folder: Path, windows: list[tuple[int, 
     targets = [(trainer, "forward", "steptron::forward"), (trainer, "step", "steptron::optimizer")]
     request = ProfileRequest(tuple(Window(*pair) for pair in windows))
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(warned), contextlib.suppress(ArithmeticError):  # noqa: SIM117
-        with StepProfiler(request, folder, targets, torch.device("cpu")) as profiler:
+        with StepProfiler(request, folder, targets, torch.device("cpu"), lambda: None) as profiler:
             for step in range(1, 6):
                 profiler.begin(step)
                 trainer.forward()
