@@ -51,12 +51,18 @@ def put_back(output: Path) -> None:
 
 
 def list_checkpoints(output: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first: those whose manifest, written last, is there."""
+    """Checkpoints of a run, oldest first. They get their names when they are complete: what is missing in one of them,
+    the manifest too, has been lost since."""
     root = output / "checkpoints"
     if not root.is_dir():
         return []
-    found = (path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
-    return sorted(found, key=step_of)
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def run_of(path: Path) -> Path:
+    """The run's folder that a user means by it or by the folder ``checkpoints`` in it."""
+    path = path if path.name not in ("", "..") else path.resolve()
+    return path.parent if path.name == "checkpoints" else path
 
 
 def resolve(path: Path) -> Path:
@@ -67,8 +73,8 @@ def resolve(path: Path) -> Path:
     """
     if (path / MANIFEST).is_file():
         return path
-    checkpoints = list_checkpoints(path) or list_checkpoints(path.parent)
-    if not path.is_dir() or not checkpoints:
+    checkpoints = [one for one in list_checkpoints(run_of(path)) if (one / MANIFEST).is_file()]
+    if not checkpoints:
         raise UserError(
             f"{path} is not a checkpoint: expected a folder with {MANIFEST}, or a run's folder with checkpoints/step_*"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from steptron.checkpoint.folder import MANIFEST, list_checkpoints, named_step, partial_folders
+from steptron.checkpoint.folder import MANIFEST, list_checkpoints, partial_folders, run_of
 from steptron.checkpoint.manifest import Manifest, read_manifest
 from steptron.checkpoint.verification import problems
 from steptron.errors import UserError
@@ -23,13 +23,11 @@ class Found:
     Attributes:
         run: the run's folder; None where the folder is a checkpoint itself.
         checkpoints: oldest first.
-        incomplete: folders with a checkpoint's name but without its manifest.
         partial: what killed saves and deletions have left.
     """
 
     run: Path | None
     checkpoints: list[Path]
-    incomplete: list[Path] = field(default_factory=list)
     partial: list[Path] = field(default_factory=list)
 
 
@@ -44,14 +42,12 @@ def find(path: Path) -> Found:
     """
     if (path / MANIFEST).is_file():
         return Found(None, [path])
-    run = path.parent if path.name == "checkpoints" else path
+    run = run_of(path)
     root = run / "checkpoints"
     if not root.is_dir():
         raise UserError(_what_is_wrong(path))
-    checkpoints = list_checkpoints(run)
-    incomplete = [child for child in root.iterdir() if named_step(child) is not None and child not in checkpoints]
-    found = Found(run, checkpoints, sorted(incomplete), partial_folders(root))
-    if not (found.checkpoints or found.incomplete or found.partial):
+    found = Found(run, list_checkpoints(run), partial_folders(root))
+    if not (found.checkpoints or found.partial):
         raise UserError(f"{run} has no checkpoint yet: {root} is empty")
     return found
 

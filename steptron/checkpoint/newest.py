@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -13,9 +14,21 @@ from steptron.errors import UserError
 from steptron.platform.distributed import gather_to_all, on_first_rank
 
 
-def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint of a run in which every file is as it was written; None where the run has none. Collective:
-    the processes read the files between them.
+class Newest(NamedTuple):
+    """What a run goes on from.
+
+    Attributes:
+        folder: the newest checkpoint that is whole; None where the run has none at all.
+        damaged: newer ones, which are not.
+    """
+
+    folder: Path | None
+    damaged: frozenset[Path]
+
+
+def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Newest:
+    """Finds the newest checkpoint of a run in which every file is as it was written. Collective: the processes read the
+    files between them.
 
     Args:
         output: the run's folder.
@@ -33,24 +46,35 @@ def newest_valid(output: Path, contents: bool, say: Callable[[str], None]) -> Pa
 
     folders, partial = on_first_rank(f"the checkpoints of {output} cannot be looked for", look)
     if partial:
-        say(f"ignored, not completely written: {', '.join(map(str, partial))}")
+        say(f"passed over, not completely written: {', '.join(map(str, partial))}")
+    damaged: set[Path] = set()
     for folder in reversed(folders):
         faults = problems_of_all(folder, contents)
         if not faults:
-            return folder
+            return Newest(folder, frozenset(damaged))
+        damaged.add(folder)
         say("\n  ".join([f"checkpoint {folder} is damaged and passed over:", *faults]))
     if folders:
         raise UserError(
             f"none of the {len(folders)} checkpoints in {output / 'checkpoints'} is whole (see above): put one back "
             "from a copy, give another train.output, or start over with --fresh"
         )
-    return None
+    return Newest(None, frozenset())
 
 
-def problems_of_all(folder: Path, contents: bool, report: Report = lambda done, total: None) -> list[str]:
+def problems_of_all(
+    folder: Path,
+    contents: bool,
+    report: Report = lambda done, total: None,
+    group: dist.ProcessGroup | None = None,
+) -> list[str]:
     """What is wrong with a checkpoint, of whose files each process tests its share. Collective.
 
-    ``report`` is told of the progress of this process's share.
+    Args:
+        folder: the checkpoint.
+        contents: compare checksums; otherwise only sizes.
+        report: told of the progress of this process's share.
+        group: of all processes, with more patience than the default one.
     """
     share = dist.get_rank(), dist.get_world_size()
-    return sorted({text for own in gather_to_all(problems(folder, contents, share, report)) for text in own})
+    return sorted({text for own in gather_to_all(problems(folder, contents, share, report), group) for text in own})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from steptron.checkpoint.weights import Weights
+from steptron.checkpoint.weights import Weights, refuse_damaged
 from steptron.config.schema import ParallelConfig
 from steptron.model.assembly import StepModel
 from steptron.model.chunks import ModelChunks
@@ -21,8 +21,9 @@ def restore_model(weights: Weights, device: torch.device, mtp_depths: int | None
     ``mtp_depths`` MTP depths run, all by default. The default process group must exist, with one process.
 
     Raises:
-        UserError: the weights cannot be read.
+        UserError: the weights cannot be read, or a file of the checkpoint is damaged.
     """
+    refuse_damaged(weights)
     single = ParallelConfig()
     mesh = build_mesh(single)
     spec = model_spec(weights.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,24 +40,37 @@ def superfluous(checkpoints: Iterable[Kept], rule: CheckpointConfig) -> list[int
     return [kept.step for kept in steps if kept.step not in stays and not (every and kept.step % every == 0)]
 
 
-def prune(output: Path, rule: CheckpointConfig, dry_run: bool = False) -> list[Path]:
-    """Deletes what a rule does not keep of a run's checkpoints; those deleted (or, in a dry run, that would be).
+def doomed(output: Path, rule: CheckpointConfig, damaged: Collection[Path] = ()) -> list[Path]:
+    """Those of a run's checkpoints that a rule does not keep, oldest first.
 
-    A checkpoint whose manifest cannot be read counts as one without a validation loss.
+    Damaged ones, and those whose manifest cannot be read, never count as kept. They go when one that stays is newer.
+
+    Args:
+        output: the run's folder.
+        rule: how many stay.
+        damaged: checkpoints that are known not to be whole.
+    """
+    folders = list_checkpoints(output)
+    sound = {folder: kept for folder in folders if folder not in damaged and (kept := _read(folder)) is not None}
+    leaving = set(superfluous(sound.values(), rule))
+    stays = [folder for folder in sound if step_of(folder) not in leaving]
+    last = max(map(step_of, stays), default=0)
+    held = {folder.resolve() for folder in stays}  # what a link that stays points to stays
+    return [f for f in folders if f not in stays and step_of(f) < last and (f.is_symlink() or f.resolve() not in held)]
+
+
+def prune(output: Path, rule: CheckpointConfig, damaged: Collection[Path] = ()) -> None:
+    """Deletes what a rule does not keep; see :func:`doomed`.
 
     Raises:
         OSError: a folder cannot be deleted.
     """
-    folders = {step_of(folder): folder for folder in list_checkpoints(output)}
-    doomed = [folders[step] for step in superfluous((_read(folder) for folder in folders.values()), rule)]
-    if not dry_run:
-        for folder in doomed:
-            delete(folder)
-    return doomed
+    for folder in doomed(output, rule, damaged):
+        delete(folder)
 
 
-def _read(folder: Path) -> Kept:
+def _read(folder: Path) -> Kept | None:
     try:
         return Kept(step_of(folder), read_manifest(folder).validation_loss)
     except UserError:
-        return Kept(step_of(folder))
+        return None

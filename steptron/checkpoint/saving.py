@@ -22,15 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.storage import WriteResult
 
 import steptron
 from steptron.checkpoint.checksums import FileSum, file_sums
 from steptron.checkpoint.folder import checkpoint_folder, partial_folders, staging
 from steptron.checkpoint.manifest import CONFIG, Manifest, Progress, write_manifest
-from steptron.checkpoint.matrices import FAILURES, what_failed
-from steptron.checkpoint.planner import Buckets, Planner, results_of_this_process, staged
+from steptron.checkpoint.matrices import what_failed
+from steptron.checkpoint.planner import Buckets, Plan, Planner
 from steptron.checkpoint.tensor_file import write_tensor_file
 from steptron.checkpoint.tensors import model_tensors, optimizer_tensors, random_tensors
 from steptron.config.schema import PretrainConfig
@@ -157,7 +156,14 @@ def write(
 
 
 def complete(folder: Path, manifest: Manifest, sums: Mapping[str, FileSum]) -> None:
-    """Writes the manifest, and to the disk what was not: all files but those whose checksums are known."""
+    """Writes the manifest, and to the disk what was not: all files but those whose checksums are known.
+
+    Raises:
+        OSError: a file whose checksum is known is gone; something cannot be written.
+    """
+    for name, total in sums.items():
+        if (size := (folder / name).stat().st_size) != total.bytes:
+            raise OSError(f"{folder / name} has {size:,} bytes instead of the {total.bytes:,} that were written")
     others = sorted(
         str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file() and file.name not in sums
     )
@@ -195,14 +201,14 @@ def _begin(
     folder: Path, manifest: Manifest, tensors: Mapping[str, ShardedTensor], planner: Planner, changing: bool
 ) -> _Pending:
     """Begins to write tensors; ``changing`` says that they may change meanwhile, so that they are copied first."""
-    request = planner.plan(tensors, folder)
-    writing = _Writing(staged(request, tensors if changing else {}))
-    return _Pending(manifest, folder, request, writing)
+    plan = planner.plan(tensors)
+    return _Pending(manifest, folder, plan, _Writing(folder, plan.staged(tensors if changing else {})))
 
 
 def _add_rest(pending: _Pending, sums: Mapping[str, FileSum], config: PretrainConfig, tokenizer: Path) -> None:
     """On one process, when all tensors are written: the other files, and the manifest at last."""
     folder = pending.temporary
+    pending.plan.write_lists(folder)
     (folder / CONFIG).write_text(to_yaml(config))
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
@@ -219,13 +225,13 @@ class _Writing:
         failure: of one of the files.
     """
 
-    def __init__(self, buckets: Buckets) -> None:
+    def __init__(self, folder: Path, buckets: Buckets) -> None:
         self.results: dict[int, list[WriteResult]] = {}
         self.sums: dict[str, FileSum] = {}
         self.failure: Exception | None = None
         self._threads = [
-            threading.Thread(target=self._write, args=(number, *bucket), name="checkpoint", daemon=True)
-            for number, bucket in enumerate(buckets)
+            threading.Thread(target=self._write, args=(number, folder / name, items), name="checkpoint", daemon=True)
+            for number, (name, items) in enumerate(buckets)
         ]
         for thread in self._threads:
             thread.start()
@@ -238,9 +244,9 @@ class _Writing:
         for thread in self._threads:
             thread.join()
 
-    def _write(self, number: int, path: str, name: str, items: Any) -> None:
+    def _write(self, number: int, file: Path, items: Any) -> None:
         try:
-            self.results[number], self.sums[name] = write_tensor_file(Path(path), name, *items)
+            self.results[number], self.sums[file.name] = write_tensor_file(file, *items)
         except Exception as error:
             self.failure = error
 
@@ -248,10 +254,10 @@ class _Writing:
 class _Pending:
     """A save that has been started."""
 
-    def __init__(self, manifest: Manifest, temporary: Path, request: AsyncRequest, writing: _Writing) -> None:
+    def __init__(self, manifest: Manifest, temporary: Path, plan: Plan, writing: _Writing) -> None:
         self.manifest = manifest
         self.temporary = temporary
-        self._request = request
+        self.plan = plan
         self.writing = writing
 
     def collect(self) -> dict[str, FileSum]:
@@ -267,12 +273,7 @@ class _Pending:
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text is not None]
         if failures:
             raise UserError(f"{_TITLE}: {self.temporary}: {'; '.join(failures[:8])}")
-        results_of_this_process().put(self.writing.results)
-        try:
-            for finalize in self._request.finalize_fns:
-                finalize()
-        except FAILURES as error:
-            raise UserError(f"{_TITLE}: {self.temporary}: {what_failed(error)}") from error
+        self.plan.conclude(self.writing.results)
         return {name: total for sums, _ in gathered for name, total in sums.items()}
 
 

@@ -36,15 +36,13 @@ class _Archive(NamedTuple):
 
 def write_tensor_file(
     path: Path,
-    name: str,
     objects: Iterable[tuple[WriteItem, io.BytesIO]],
     tensors: Iterable[tuple[WriteItem, torch.Tensor]],
 ) -> tuple[list[WriteResult], FileSum]:
     """Writes a file to the disk.
 
     Args:
-        path: the file.
-        name: what torch's list of tensors calls it.
+        path: the file, which torch's list of tensors calls by its name.
         objects: already serialized.
         tensors: on the CPU, of any dtype, shape and stride.
 
@@ -67,7 +65,7 @@ def write_tensor_file(
                 stream.write(piece)
                 digest.update(piece)
                 length += len(piece)
-            results.append(WriteResult(item.index, length, _StorageInfo(name, position, length)))
+            results.append(WriteResult(item.index, length, _StorageInfo(path.name, position, length)))
             position += length
         stream.flush()
         os.fsync(stream.fileno())

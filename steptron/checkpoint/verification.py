@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 from steptron.checkpoint.checksums import fault
-from steptron.checkpoint.folder import MANIFEST
+from steptron.checkpoint.folder import MANIFEST, named_step
 from steptron.checkpoint.manifest import Manifest, read_manifest
 from steptron.checkpoint.shares import share_out
 from steptron.errors import UserError
@@ -37,6 +37,9 @@ def problems(
         manifest = read_manifest(folder)
     except UserError as error:
         return [str(error).removeprefix(f"{folder}/")]
+    named = named_step(folder)
+    if manifest.progress is not None and named is not None and named != manifest.progress.step:
+        return [f"{MANIFEST} says step {manifest.progress.step}, the folder's name {named}: it was renamed or put here"]
     number, readers = share
     names = sorted(manifest.files)
     own = [names[index] for index in share_out([manifest.files[name].bytes for name in names], readers)[number]]

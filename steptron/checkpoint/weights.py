@@ -14,6 +14,7 @@ from steptron.checkpoint.fit import Filling, Fit, fit, logical_shapes
 from steptron.checkpoint.folder import MANIFEST, resolve
 from steptron.checkpoint.manifest import read_model_config, read_sequence_length
 from steptron.checkpoint.matrices import StoredMatrices
+from steptron.checkpoint.newest import problems_of_all
 from steptron.checkpoint.released.folder import CONFIG, DTYPES, INDEX, SINGLE, ReleasedFolder, read_json
 from steptron.checkpoint.released.model_config import read_model_config as read_released_config
 from steptron.checkpoint.released.model_config import read_precision
@@ -100,6 +101,24 @@ def same_on_every_rank(weights: Weights) -> Weights:
     found = [weights.path]
     dist.broadcast_object_list(found, src=0)
     return weights if found[0] == weights.path else open_weights(found[0], weights.filling)
+
+
+def refuse_damaged(weights: Weights, contents: bool = True, group: dist.ProcessGroup | None = None) -> None:
+    """Reads the files of a checkpoint and compares them with their checksums. Collective: each process reads its share.
+    Released models have no checksums.
+
+    Args:
+        weights: the same on every process.
+        contents: compare checksums; otherwise only sizes.
+        group: of all processes, with more patience than the default one.
+
+    Raises:
+        UserError: a file is damaged; the message names it.
+    """
+    if not isinstance(weights, CheckpointWeights):
+        return
+    if faults := problems_of_all(weights.path, contents, group=group):
+        raise UserError("\n  ".join([f"checkpoint {weights.path} is damaged; name another one:", *faults]))
 
 
 class ReleasedWeights:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from steptron.train.stop import StopRequest
 
 
 def pretrain(
@@ -35,17 +38,38 @@ def pretrain(
     With --nproc N, N local processes are started; under torchrun or SLURM the process joins the
     others. The same command continues an interrupted run from its newest whole checkpoint.
 
-    Exit codes: 0 the run is complete; 75 it was asked to stop (Ctrl-C, SIGTERM, SIGUSR1), wrote a checkpoint and can be
-    continued; 76 another process of the run died or hangs; 2 something has to be mended first.
+    Exit codes: 0 the run is complete; 75 it was asked to stop (Ctrl-C, SIGTERM, SIGUSR1, SIGHUP), wrote a checkpoint
+    if it had made a step, and can be continued; 76 another process of the run died or hangs; 2 something has to be
+    mended first.
     """
+    from steptron.train.stop import StopRequest
+
+    # Before anything that takes time: whoever asks while the run starts is heard.
+    with StopRequest() as stop:
+        code = _pretrain(stop, file, overrides or [], nproc, fresh, max_restarts, profile, profile_ranks)
+    raise typer.Exit(code)
+
+
+def _pretrain(
+    stop: StopRequest,
+    file: Path,
+    overrides: list[str],
+    nproc: int | None,
+    fresh: bool,
+    max_restarts: int,
+    profile: str | None,
+    profile_ranks: str | None,
+) -> int:
+    """The command, with its arguments; returns the exit code."""
     from steptron.config.checks import check
     from steptron.config.loader import load
     from steptron.errors import UserError
-    from steptron.platform import distributed, launch
-    from steptron.platform.world import attempt
+    from steptron.platform import launch
+    from steptron.platform.world import attempt, world
     from steptron.profiling.request import parse_request
+    from steptron.train.stop import STOPPED_EXIT_CODE
 
-    config = load(file, overrides or []).config
+    config = load(file, overrides).config
     if config.parallel.tensor > 1:
         # Kernels then start in the order in which they were queued, so that a gather that should run beside a
         # product is not kept waiting behind it. Read by the CUDA driver when it starts, which the checks may do.
@@ -61,13 +85,25 @@ def pretrain(
             "--max-restarts is for processes that --nproc starts: give it to torchrun (--max-restarts) instead"
         )
     if joined is None and (world_size > 1 or max_restarts):
-        run = ["pretrain", str(file), *(overrides or [])]
+        run = ["pretrain", str(file), *overrides]
         options: list[str] = []
         for option, value in (("--profile", profile), ("--profile-ranks", profile_ranks)):
             options += [] if value is None else [option, value]
-        first = [*run, *(["--fresh"] if fresh else []), *options]
-        again = [*run, *options]  # goes on from what there is by then
-        raise typer.Exit(launch.run_local(world_size, first, max_restarts=max_restarts, restart_arguments=again))
+        return launch.run_local(
+            world_size,
+            [*run, *(["--fresh"] if fresh else []), *options],
+            max_restarts=max_restarts,
+            restart_arguments=[*run, *options],  # goes on from what there is by then
+            received=stop.received,
+            on_stop="end, with a checkpoint if training has begun",
+        )
+    place = world()
+    # Alone, there is nobody to agree with.
+    if place.size == 1 and stop.requested:
+        typer.echo(launch.STOPPED_BEFORE_IT_BEGAN)
+        return STOPPED_EXIT_CODE
+
+    from steptron.platform import distributed
 
     timeout, faults = config.parallel.timeout_seconds, config.train.faults
     device, store = distributed.start(config.train.device, config.train.threads, timeout)
@@ -75,16 +111,19 @@ def pretrain(
     from steptron.platform.watch import Watch
     from steptron.train.loop import Pretraining
     from steptron.train.run_lock import run_lock_of_all
-    from steptron.train.stop import STOPPED_EXIT_CODE
 
-    place = distributed.world()
     hang_after = faults.hang_after_seconds or 0.8 * timeout
-    with (
-        Watch(store, place.rank, place.size, faults.dead_after_seconds, hang_after, config.train.output) as watch,
-        run_lock_of_all(config.train.output),
-    ):
-        # What torchrun starts again goes on from what there is by now.
-        complete = Pretraining(config, device, fresh and attempt() == 0, request, watch.progress).run()
+    with Watch(store, place.rank, place.size, faults.dead_after_seconds, hang_after, config.train.output) as watch:
+        # Before the model is built and loaded, which may take longer than there is time.
+        if stop.requested_anywhere():
+            complete = False
+            if place.rank == 0:
+                typer.echo(launch.STOPPED_BEFORE_IT_BEGAN)
+        else:
+            with run_lock_of_all(config.train.output):
+                # What torchrun starts again goes on from what there is by now.
+                complete = Pretraining(config, device, fresh and attempt() == 0, request, watch.progress).run(stop)
     distributed.shutdown()
-    if not complete:
-        raise typer.Exit(STOPPED_EXIT_CODE)
+    # The interpreter's end takes its time, too.
+    stop.ignore_further()
+    return 0 if complete else STOPPED_EXIT_CODE

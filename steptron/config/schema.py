@@ -463,7 +463,7 @@ class CheckpointConfig(Section):
     )
     verify: Literal["checksums", "sizes"] = Field(
         "checksums",
-        description="how a resuming run tests a checkpoint before it loads it: every byte, or only the files' sizes",
+        description="how a run tests the checkpoint that it starts or goes on from: every byte, or only files' sizes",
     )
 
 
@@ -504,7 +504,7 @@ class FaultsConfig(Section):
         description="steps between comparisons of parameters that several ranks hold, bit by bit; off when unset",
     )
     dead_after_seconds: Seconds = Field(
-        30.0, description="a process that gives no sign of life for so long counts as dead, and the run ends"
+        30.0, ge=1, description="a process that gives no sign of life for so long counts as dead, and the run ends"
     )
     hang_after_seconds: Seconds | None = Field(
         None,

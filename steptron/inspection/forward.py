@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from steptron.checkpoint.weights import Weights
+from steptron.checkpoint.weights import Weights, refuse_damaged
 from steptron.config.schema import PretrainConfig
 from steptron.data.batch import MicroBatch
 from steptron.inspection.cursor import Cursor
@@ -67,7 +67,7 @@ def load_model(weights: Weights, config: PretrainConfig, device: torch.device) -
 
     Raises:
         ConfigError: lists the tensors that are missing or have another shape.
-        UserError: a file cannot be read.
+        UserError: a file cannot be read or is damaged.
     """
     mesh = build_mesh(config.parallel)
     engine = transformer_config(
@@ -78,6 +78,7 @@ def load_model(weights: Weights, config: PretrainConfig, device: torch.device) -
     )
     with torch.device(device):
         chunks = build_chunks(config, model_spec(config.model), engine, mesh)
+    refuse_damaged(weights)
     weights.load_into(chunks, mesh)
     chunks.train(False)
     return LoadedModel(config, chunks, mesh, device)

@@ -25,16 +25,21 @@ from types import FrameType
 from steptron.errors import UserError
 from steptron.platform.world import under_launcher, world
 
-__all__ = ["LISTEN_FD", "Workers", "joined_size", "run_local", "under_launcher"]
+__all__ = ["LISTEN_FD", "STOPPED_BEFORE_IT_BEGAN", "Workers", "joined_size", "run_local", "under_launcher"]
 
 LISTEN_FD = "STEPTRON_LISTEN_FD"
 """Environment variable of rank 0: file descriptor of the socket that already listens at MASTER_PORT."""
+
+STOPPED_BEFORE_IT_BEGAN = "stopped as asked before it began; the same command starts it"
 
 ORDERLY_EXIT_CODES = (0, os.EX_TEMPFAIL)
 """Exit codes after which the other workers go on: done, and stopped as asked."""
 
 _LASTING_EXIT_CODES = (*ORDERLY_EXIT_CODES, UserError.exit_code)
 """Exit codes after which it would be no use to start again: those, and what the user has to mend."""
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""A worker that one of them has ended was asked to stop, and handles no signals, or not yet."""
 
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 40
@@ -167,6 +172,8 @@ def run_local(
     module: str = "steptron",
     max_restarts: int = 0,
     restart_arguments: Sequence[str] | None = None,
+    received: Sequence[int] = (),
+    on_stop: str = "end",
     stop_grace_seconds: float = 300.0,
     failure_grace_seconds: float = 10.0,
 ) -> int:
@@ -174,10 +181,11 @@ def run_local(
 
     Should a worker die or fail by anything that the user cannot mend (exit code 2), all are started again.
 
-    The first Ctrl-C, a SIGTERM and a SIGHUP are passed on as SIGTERM: workers may write a checkpoint
-    and end by themselves within ``stop_grace_seconds``; a second Ctrl-C kills them at once. SIGUSR1 is
-    passed on. When a worker fails, the others are asked to end and are killed after
-    ``failure_grace_seconds``.
+    The first SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or SIGHUP is passed on as SIGTERM: workers may write a checkpoint and
+    end by themselves within ``stop_grace_seconds``. Those that follow change nothing, but for the second Ctrl-C, which
+    kills the workers. SIGHUP stays ignored where it was (nohup). After a request, the signals are ignored when this
+    returns, since the process then only has to end; otherwise the handlers are restored. When a worker fails, the
+    others are asked to end and are killed after ``failure_grace_seconds``.
 
     Args:
         nproc: number of processes.
@@ -185,84 +193,137 @@ def run_local(
         module: module to run.
         max_restarts: how often the processes are started again.
         restart_arguments: command line of each when they are started again; ``arguments`` by default.
+        received: those of the signals that this process got before; with one, nothing is started.
+        on_stop: what the workers do in ``stop_grace_seconds``, for the message.
         stop_grace_seconds: time to end after a request to stop.
         failure_grace_seconds: time for the others to end once one has failed.
 
     Returns:
         Exit code of the worker that failed first (128 + n if signal n ended it); without a failure,
-        the first code that is not 0 (75: stopped as asked), or 0.
+        the first code that is not 0, or 0. 75, stopped as asked, also stands for workers that a request
+        ended at once, since they do not handle it or not yet, and for a stop before the workers start (again).
     """
-    for restart in range(max_restarts + 1):
-        given = arguments if restart == 0 or restart_arguments is None else restart_arguments
-        code, asked_to_stop = _run_once(nproc, given, module, stop_grace_seconds, failure_grace_seconds)
-        if code in _LASTING_EXIT_CODES or asked_to_stop or restart == max_restarts:
-            break
-        _say(f"starting all {nproc} processes again (restart {restart + 1} of {max_restarts})")
+    with _collecting_signals() as requests:
+        # Not before the handlers are there: what came until then is in ``received``, the rest in ``requests``.
+        requests.extend(received)
+        for restart in range(max_restarts + 1):
+            if requests:
+                _say(STOPPED_BEFORE_IT_BEGAN if restart == 0 else "stopped as asked instead of starting again")
+                return os.EX_TEMPFAIL
+            if restart > 0:
+                _say(f"starting all {nproc} processes again (restart {restart} of {max_restarts})")
+            given = arguments if restart == 0 or restart_arguments is None else restart_arguments
+            run = _Run(Workers(nproc, given, module), requests, on_stop, stop_grace_seconds, failure_grace_seconds)
+            code = run.finish()
+            if code in _LASTING_EXIT_CODES or run.stopping:
+                break
     return code
 
 
-def _run_once(
-    nproc: int, arguments: Sequence[str], module: str, stop_grace_seconds: float, failure_grace_seconds: float
-) -> tuple[int, bool]:
-    """Starts the workers and looks after them to their end; the exit code, and whether they were asked to stop."""
-    workers = Workers(nproc, arguments, module)
-    requests: list[int] = []
-    first_failed: int | None = None
-    deadline: float | None = None
-    stopping = False
-    try:
-        with _collecting_signals(requests):
-            while workers.running:
-                while requests:
-                    number = requests.pop(0)
-                    if number == signal.SIGUSR1:
-                        workers.send(number)
-                    elif not stopping:
-                        stopping = True
-                        deadline = time.monotonic() + stop_grace_seconds
-                        _say(
-                            f"{signal.Signals(number).name}: asked {nproc} processes to stop; they have "
-                            f"{stop_grace_seconds:g} s to write a checkpoint (Ctrl-C once more kills them)"
-                        )
-                        workers.send(signal.SIGTERM)
-                    elif number == signal.SIGINT:
-                        _say("second Ctrl-C: killing the processes")
-                        workers.kill()
-                for rank in workers.poll():
-                    if workers.exit_codes[rank] in ORDERLY_EXIT_CODES or first_failed is not None:
-                        continue
-                    first_failed = rank
-                    deadline = min(deadline or math.inf, time.monotonic() + failure_grace_seconds)
-                    workers.send(signal.SIGTERM)
-                if workers.running and deadline is not None and time.monotonic() > deadline:
-                    names = ", ".join(map(str, workers.running))
-                    grace = stop_grace_seconds if first_failed is None else failure_grace_seconds
-                    _say(f"killing rank(s) {names}: still running {grace:g} s after they were asked to end")
-                    workers.kill()
+class _Run:
+    """Looks after workers to their end.
+
+    Attributes:
+        stopping: whether they, or one of them, were asked to stop before any of them had failed.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        requests: Sequence[int],
+        on_stop: str,
+        stop_grace_seconds: float,
+        failure_grace_seconds: float,
+    ) -> None:
+        self.stopping = False
+        self._workers, self._requests, self._on_stop = workers, requests, on_stop
+        self._stop_grace, self._failure_grace = stop_grace_seconds, failure_grace_seconds
+        self._interrupts = 0  # SIGINTs that were answered
+        self._first_failed: int | None = None
+        self._cut_short: list[int] = []  # ranks that a request to stop ended at once
+        self._deadline = math.inf
+
+    def finish(self) -> int:
+        """Waits for the end; the exit code of the whole."""
+        try:
+            while self._workers.running:
+                self._answer_requests()
+                for rank in self._workers.poll():
+                    self._note_end(rank)
+                if self._workers.running and time.monotonic() > self._deadline:
+                    self._kill_late_ones()
                 time.sleep(_POLL_SECONDS)
-    finally:
-        workers.kill()
-    return _conclude(workers, first_failed), stopping
+        finally:
+            self._workers.kill()
+        return self._conclude()
+
+    def _answer_requests(self) -> None:
+        interrupts = self._requests.count(signal.SIGINT)
+        again = " (Ctrl-C once more kills them)" if interrupts else ""
+        if self._requests and not self.stopping and self._first_failed is None:
+            self.stopping = True
+            self._deadline = time.monotonic() + self._stop_grace
+            name, count = signal.Signals(self._requests[0]).name, len(self._workers.running)
+            _say(f"{name}: asked {count} processes to stop; they have {self._stop_grace:g} s to {self._on_stop}{again}")
+            self._workers.send(signal.SIGTERM)
+        elif interrupts > self._interrupts and interrupts == 1:
+            _say(f"SIGINT: the processes are ending already{again}")
+        if interrupts > max(self._interrupts, 1):
+            _say("second Ctrl-C: killing the processes")
+            self._workers.kill()
+        self._interrupts = interrupts
+
+    def _note_end(self, rank: int) -> None:
+        code = self._workers.exit_codes[rank]
+        if code in ORDERLY_EXIT_CODES or self._first_failed is not None:
+            return
+        self._deadline = min(self._deadline, time.monotonic() + self._failure_grace)
+        if not self.stopping:  # once is enough: a second SIGTERM could disturb what the first has begun
+            self._workers.send(signal.SIGTERM)
+        # A worker that handles no signals, or not yet; or that unwinds, as Python does at Ctrl-C.
+        if code - 128 in _STOP_SIGNALS or (self.stopping and code == 128 + signal.SIGINT):
+            self.stopping = True
+            self._cut_short.append(rank)
+        elif not self._cut_short:
+            self._first_failed = rank
+
+    def _kill_late_ones(self) -> None:
+        names = _names(self._workers.running)
+        if self._cut_short:
+            _say(f"killing rank(s) {names}, which cannot go on without rank(s) {_names(self._cut_short)}")
+        else:
+            grace = self._stop_grace if self._first_failed is None else self._failure_grace
+            _say(f"killing rank(s) {names}: still running {grace:g} s after they were asked to end")
+        self._workers.kill()
+
+    def _conclude(self) -> int:
+        """Reports failed workers; returns the exit code of the whole."""
+        workers = self._workers
+        if self._cut_short:  # whatever became of the others: they could not go on
+            _say(f"stopped as asked; rank(s) {_names(self._cut_short)} ended at once")
+            workers.remove_logs()
+            return os.EX_TEMPFAIL
+        codes = dict(sorted(workers.exit_codes.items()))
+        failed = [rank for rank, code in codes.items() if code not in ORDERLY_EXIT_CODES]
+        if self._first_failed is not None:
+            failed = [self._first_failed, *(rank for rank in failed if rank != self._first_failed)]
+        for rank in failed:
+            then = "then " if rank != failed[0] else ""
+            _say(f"{then}rank {rank} of {len(codes)} {_describe(codes[rank])}")
+        # What follows on the first failure are its consequences; rank 0 has already written to the terminal.
+        for rank in failed[:1]:
+            if tail := workers.tail(rank):
+                _say(f"last output of rank {rank}:\n{tail}")
+        if failed:
+            if any(path.stat().st_size for path in workers.folder.iterdir()):
+                _say(f"output of all ranks but 0: {workers.folder}")
+            return codes[failed[0]]
+        workers.remove_logs()
+        return next((code for code in codes.values() if code), 0)
 
 
-def _conclude(workers: Workers, first_failed: int | None) -> int:
-    """Reports failed workers; returns the exit code of the whole."""
-    failed = [rank for rank, code in sorted(workers.exit_codes.items()) if code not in ORDERLY_EXIT_CODES]
-    if first_failed is not None:
-        failed = [first_failed, *(rank for rank in failed if rank != first_failed)]
-    for rank in failed:
-        then = "then " if rank != failed[0] else ""
-        _say(f"{then}rank {rank} of {len(workers.exit_codes)} {_describe(workers.exit_codes[rank])}")
-    # What follows on the first failure are its consequences; rank 0 has already written to the terminal.
-    for rank in failed[:1]:
-        if tail := workers.tail(rank):
-            _say(f"last output of rank {rank}:\n{tail}")
-    if failed:
-        if any(path.stat().st_size for path in workers.folder.iterdir()):
-            _say(f"output of all ranks but 0: {workers.folder}")
-        return workers.exit_codes[failed[0]]
-    workers.remove_logs()
-    return next((code for code in workers.exit_codes.values() if code), 0)
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _describe(code: int) -> str:
@@ -273,23 +334,29 @@ def _describe(code: int) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"steptron: {text}", file=sys.stderr, flush=True)
+    # After a SIGHUP there may be nobody to read it: no reason to leave the workers alone.
+    with contextlib.suppress(OSError):
+        print(f"steptron: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _collecting_signals(requests: list[int]) -> Iterator[None]:
-    """Appends the signals that ask for something to a list instead of acting on them."""
+def _collecting_signals() -> Iterator[list[int]]:
+    """Appends the signals that ask for a stop to a list instead of acting on them; ignores them afterwards if any
+    came."""
+    requests: list[int] = []
 
     def collect(number: int, frame: FrameType | None) -> None:
         requests.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    numbers = [signal.SIGINT, *_STOP_SIGNALS]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
     previous = {number: signal.signal(number, collect) for number in numbers}
     try:
-        yield
+        yield requests
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if requests else handler)
 
 
 _libc = ctypes.CDLL(None)

@@ -9,6 +9,14 @@ import numpy as np
 import torch
 
 
+def seed_generators(seed: int, rank: int) -> None:
+    """Starts all generators of this process anew, in every process from another state."""
+    python, numpy, torch_seed = np.random.SeedSequence([seed, rank]).generate_state(3).tolist()
+    random.seed(python)
+    np.random.seed(numpy)
+    torch.manual_seed(torch_seed)  # the GPU's too
+
+
 def random_states() -> dict[str, torch.Tensor]:
     """One-dimensional tensors by generator: Python's, NumPy's, torch's, and the current GPU's where there is one.
 

@@ -8,7 +8,6 @@ its process with a message that names the cause when the main thread cannot.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import signal
@@ -16,25 +15,20 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from steptron.errors import PeerError, UserError
-
-STACKS = "stacks"
-"""Folder in a run's output with the stacks of the processes of a run that hung."""
+from steptron.platform.stacks import STACKS, location, write_stacks
+from steptron.platform.timely_store import NoAnswerError, TimelyStore
 
 _FAULT, _HANG, _LOOKING = "fault", "hang", "looking"
 _NAMED = 8
 _STORE_SECONDS = 10.0
-_WAITING = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}megatron{os.sep}core{os.sep}")
-"""Code in which a process waits for others."""
 
 
 class Watch:
@@ -53,10 +47,11 @@ class Watch:
     def __init__(
         self, store: dist.Store, rank: int, size: int, dead_after: float, hang_after: float | None, output: Path
     ) -> None:
-        # A connection of its own: the main thread may wait in its one.
-        own = store.clone() if size > 1 else store  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore("watch", own)
-        self._store.set_timeout(timedelta(seconds=max(_STORE_SECONDS, dead_after)))
+        def connect() -> dist.Store:
+            # A connection of its own: the main thread may wait in its one.
+            return dist.PrefixStore("watch", store.clone() if size > 1 else store)  # type: ignore[attr-defined]
+
+        self._store = TimelyStore(connect, max(_STORE_SECONDS, dead_after))
         self._rank, self._size = rank, size
         self._dead_after, self._hang_after = dead_after, hang_after
         # With thousands of processes the store must not be busy with signs of life alone.
@@ -65,7 +60,8 @@ class Watch:
         self._main = threading.main_thread().ident or 0
         self._beats = 0
         self._doing: str | None = None
-        self._since = time.monotonic()
+        self._since = self._looked = time.monotonic()
+        self._away = 0.0
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -75,7 +71,10 @@ class Watch:
         self._doing = doing
 
     def __enter__(self) -> Watch:
-        self._give_sign()
+        try:
+            self._give_sign()
+        except RuntimeError as error:
+            raise PeerError(self._store_is_gone(error)) from error
         self._thread.start()
         return self
 
@@ -83,13 +82,29 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._left.set()
-        self._thread.join()
         if error is not None and threading.current_thread() is threading.main_thread():
             # The process ends within seconds anyway, and should be able to say why.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if error is None:
-            self._leave("done", self._dead_after)
-            return
+        self._thread.join()
+        try:
+            if error is None:
+                self._leave_done()
+            else:
+                self._leave_with(error)
+        finally:
+            self._store.close()
+
+    def _leave_done(self) -> None:
+        """Raises PeerError where a process is stopped at the very end: nobody would be left to notice."""
+        remaining, dead = self._leave("done", self._dead_after), ""
+        with contextlib.suppress(RuntimeError):  # the store's process has ended in order as well
+            dead = self._describe_dead(self._silent()) if remaining else ""
+        if self._store.silence is not None:
+            raise PeerError(self._store_is_gone(self._store.silence))
+        if dead:
+            raise PeerError(dead)
+
+    def _leave_with(self, error: BaseException) -> None:
         own = f"rank {self._rank} of {self._size} ({_whereabouts()}) ended with {_in_short(error)}"
         if (
             isinstance(error, Exception)
@@ -106,7 +121,7 @@ class Watch:
     def _run(self) -> None:
         next_rank = (self._rank + 1) % self._size
         seen, seen_at, silent_since = "", time.monotonic(), None
-        while not self._left.wait(self._interval):
+        while not self._pause():
             try:
                 self._give_sign()
                 if self._store.check([_FAULT]):
@@ -121,13 +136,25 @@ class Watch:
                     sign = self._sign_of(next_rank)
                     if sign != seen or self._store.check([f"left/{next_rank}"]):
                         seen, seen_at = sign, now
-                    elif now - seen_at > self._dead_after:
-                        self._declare(self._describe_dead(self._silent()) or self._describe_dead([next_rank]))
+                    elif now - seen_at > self._dead_after and (dead := self._silent()):
+                        self._declare(self._describe_dead(dead))
                 silent_since = None
-            except RuntimeError as error:  # the store's process is gone, or does not answer
+            except NoAnswerError as error:
+                self._end(self._store_is_gone(error))
+            except RuntimeError as error:  # the store's process is gone
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > min(3 * self._interval, self._dead_after):
                     self._end(self._store_is_gone(error))
+
+    def _pause(self) -> bool:
+        """Waits for the next look; whether the watch was left. Time in which this process was stopped is no hang."""
+        left = self._left.wait(self._interval)
+        now = time.monotonic()
+        if (away := now - self._looked) > self._dead_after + self._look():
+            self._away = away
+            self._since += away
+        self._looked = now
+        return left
 
     def _give_sign(self) -> None:
         self._beats += 1
@@ -145,11 +172,9 @@ class Watch:
 
     def _hang(self, what: str) -> None:
         """Writes this process's stacks and says where its main thread is; the first rank sums up for all."""
-        self._stacks.mkdir(parents=True, exist_ok=True)
-        with (self._stacks / f"rank-{self._rank:05d}.txt").open("w") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-        frame = sys._current_frames().get(self._main)
-        self._store.set(f"where/{self._rank}", json.dumps(_place(frame)))
+        with contextlib.suppress(OSError):  # a full disk must not keep a run that hangs from its end
+            write_stacks(self._stacks, self._rank)
+        self._store.set(f"where/{self._rank}", json.dumps(location(self._main)))
         if self._rank == 0:
             self._declare(f"the run hangs: {what}. {self._sum_up()}\n  stacks of all processes: {self._stacks}")
         while not self._left.is_set() and not self._store.check([_FAULT]):
@@ -235,7 +260,8 @@ class Watch:
     def _describe_dead(self, ranks: Sequence[int]) -> str:
         if not ranks:
             return ""
-        return f"no sign of life from {self._names(ranks)}: killed, stopped, or its machine or network is gone"
+        own = f" (but rank {self._rank}, which says so, was away itself for {self._away:.0f} s)" if self._away else ""
+        return f"no sign of life from {self._names(ranks)}: killed, stopped, or its machine or network is gone{own}"
 
     def _names(self, ranks: Sequence[int]) -> str:
         shown = [f"{rank} ({self._sign_of(rank).partition(' ')[2] or 'never seen'})" for rank in ranks[:_NAMED]]
@@ -244,8 +270,8 @@ class Watch:
 
     def _store_is_gone(self, error: Exception) -> str:
         return (
-            f"rank 0 of {self._size}, or the launcher that keeps the store where the processes meet, is gone or does "
-            f"not answer: {_in_short(error)}"
+            f"rank 0 of {self._size}, or the launcher that keeps the store where the processes meet, is gone, stopped "
+            f"or does not answer: {_in_short(error)}"
         )
 
     # -------------------------------------------------------------------------------------- the store
@@ -255,27 +281,27 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # nobody is left to be told
             self._store.compare_set(_FAULT, "", cause)
 
-    def _try_set(self, key: str, value: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.set(key, value)
-
     def _read(self, key: str) -> str:
         return self._store.get(key).decode()
 
     def _leave_failed(self) -> None:
         self._leave("failed", 3 * self._interval + 2.0)
 
-    def _leave(self, how: str, patience: float) -> None:
-        """The first rank may keep the store: it waits until the others have left, and seen what was declared."""
-        self._try_set(f"left/{self._rank}", how)
-        if self._rank > 0:
-            return
+    def _leave(self, how: str, patience: float) -> set[int]:
+        """The first rank may keep the store: it waits until the others have left, and seen what was declared.
+
+        Returns:
+            On the first rank, those that have not left.
+        """
+        remaining = set(range(1, self._size)) if self._rank == 0 else set()
         deadline = time.monotonic() + patience
         with contextlib.suppress(RuntimeError):
-            waiting = set(range(1, self._size))
-            while waiting and time.monotonic() < deadline:
-                waiting = {rank for rank in waiting if not self._store.check([f"left/{rank}"])}
+            self._store.check([f"left/{self._rank}"])  # unlike what sets a key, it has an answer
+            self._store.set(f"left/{self._rank}", how)
+            while remaining and time.monotonic() < deadline:
+                remaining = {rank for rank in remaining if not self._store.check([f"left/{rank}"])}
                 time.sleep(0.05)
+        return remaining
 
 
 def _whereabouts() -> str:
@@ -285,19 +311,6 @@ def _whereabouts() -> str:
 def _in_short(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
-
-
-def _place(frame: FrameType | None) -> dict[str, Any]:
-    """Where a thread is: its innermost line outside the code in which processes wait for each other."""
-    stack = traceback.extract_stack(frame) if frame is not None else []
-    if not stack:
-        return {"waits": False, "at": "an unknown place"}
-    ours = [entry for entry in stack if not any(part in entry.filename for part in _WAITING)]
-    entry = ours[-1] if ours else stack[-1]
-    return {
-        "waits": any(part in stack[-1].filename for part in _WAITING),
-        "at": f"{entry.filename}:{entry.lineno} in {entry.name}",
-    }
 
 
 def _few(items: Mapping[Any, Any]) -> list[tuple[Any, Any]]:

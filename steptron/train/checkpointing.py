@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from steptron.checkpoint.manifest import Progress
 from steptron.checkpoint.retention import prune
@@ -21,10 +22,16 @@ class Checkpointing:
         datasets: content hashes of the training datasets.
         step: holds what is saved.
         say: prints a message, once for all processes.
+        damaged: checkpoints that the run has passed over; they do not count among those that are kept.
     """
 
     def __init__(
-        self, config: PretrainConfig, datasets: Sequence[str], step: TrainStep, say: Callable[[str], None]
+        self,
+        config: PretrainConfig,
+        datasets: Sequence[str],
+        step: TrainStep,
+        say: Callable[[str], None],
+        damaged: Iterable[Path] = (),
     ) -> None:
         self._config = config
         self._rule = config.train.checkpoint
@@ -32,6 +39,7 @@ class Checkpointing:
         self._say = say
         self._saver = Saver(config, datasets, step.mesh)
         self._failed_in_a_row = 0
+        self._damaged = set(damaged)
 
     @property
     def is_written(self) -> bool:
@@ -70,6 +78,10 @@ class Checkpointing:
         if last or not self._rule.asynchronous:
             self.conclude(last)
 
+    def pass_over(self, damaged: Iterable[Path]) -> None:
+        """Has found checkpoints damaged: they no longer count among those that are kept."""
+        self._damaged.update(damaged)
+
     def conclude(self, last: bool = False) -> None:
         """Waits for the checkpoint that is being written, if any, and deletes those that are no longer kept.
 
@@ -79,14 +91,14 @@ class Checkpointing:
         if not self._saver.is_pending:
             return
         try:
-            self._saver.finish()
+            self._damaged.discard(self._saver.finish())
         except UserError as error:
             self._failed(error, last)
             return
         self._failed_in_a_row = 0
         output = self._config.train.output
         try:
-            on_first_rank("an old checkpoint cannot be deleted", lambda: prune(output, self._rule))
+            on_first_rank("an old checkpoint cannot be deleted", lambda: prune(output, self._rule, self._damaged))
         except UserError as error:
             self._say(str(error))
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from steptron.train.messages import say
 from steptron.train.records import EventRecord, Record, StepRecord, ValidationRecord
 
 
@@ -87,8 +88,11 @@ class ConsoleSink:
             self._unshown = None
 
     def _line(self, text: str) -> None:
-        # soft_wrap keeps the line whole: rich would break it at 80 columns in a file.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._progress is None:
+            # Not through rich, which would show again and again what a full disk did not take.
+            say(text, self._console.file)
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _bar_text(self, record: StepRecord) -> str:
         """What fits beside a bar in 80 columns."""

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from steptron.checkpoint import loading
 from steptron.checkpoint.fit import Filling
-from steptron.checkpoint.folder import checkpoint_folder
+from steptron.checkpoint.folder import checkpoint_folder, partial_folders
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
-from steptron.checkpoint.newest import newest_valid
+from steptron.checkpoint.newest import Newest, newest_valid
 from steptron.checkpoint.resume import changes, differences
-from steptron.checkpoint.weights import Weights, open_weights, same_on_every_rank
+from steptron.checkpoint.weights import Weights, open_weights, refuse_damaged, same_on_every_rank
 from steptron.config.schema import PretrainConfig
 from steptron.config.summary import summary
 from steptron.data.batch import MicroBatch
@@ -37,10 +37,12 @@ from steptron.parallel.replica_check import check_replicas
 from steptron.planning.parameters import count_parameters
 from steptron.platform import determinism
 from steptron.platform.distributed import on_first_rank
+from steptron.platform.random_state import seed_generators
 from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.checkpointing import Checkpointing
 from steptron.train.faults import FaultPolicy, LossSpikes, RollBack
 from steptron.train.feed import global_batch
+from steptron.train.messages import say
 from steptron.train.meter import Meter
 from steptron.train.muon_log import FOLDER as MUON_FOLDER
 from steptron.train.muon_log import MuonLog
@@ -82,7 +84,7 @@ class Pretraining:
         self.device = device
         determinism.use_deterministic_algorithms(config.train.deterministic)
         self.is_reporter = dist.get_rank() == 0
-        self._say: Callable[[str], None] = _say if self.is_reporter else _say_nothing
+        self._say: Callable[[str], None] = say if self.is_reporter else _say_nothing
         self.mesh: Mesh = build_mesh(config.parallel)
         self.train_data = SampleSource(config.data.train, "train", config.data, config.parallel.timeout_seconds)
         self.validation_data = self._open_validation()
@@ -91,34 +93,42 @@ class Pretraining:
         if self.validation_data is not None:
             self.train_data.check_same_tokenizer(self.validation_data)
         self._datasets = [dataset.manifest.content_hash for dataset in self.train_data.datasets]
-        if fresh:
-            self._delete_run()
-        newest = self._newest_checkpoint()
-        # What does not fit the checkpoint is refused before anything is built or written.
+        seed_generators(config.train.seed, dist.get_rank())
+        newest, damaged = Newest(None, frozenset()) if fresh else self._newest_checkpoint()
+        # What does not fit the checkpoint is refused before anything is built, written or deleted.
         changed, is_complete = ([], False) if newest is None else self._examine(newest)
         initial = self._initial_weights() if newest is None else None
+        if fresh:
+            self._delete_run(None if initial is None else initial.path)
+        self._delete_leftovers()
         # The folder's table stays that of the run that has ended.
         show = None if is_complete else self._show_ownership
         self.step = TrainStep(config, self.mesh, self.device, initial, before_buffers=show)
         self.batches = BatchSchedule(config.train)
-        self.checkpointing = Checkpointing(config, self._datasets, self.step, self._say)
+        self.checkpointing = Checkpointing(config, self._datasets, self.step, self._say, damaged)
         self.policy = FaultPolicy(config.train.faults)
         self.progress = Progress() if newest is None else self._resume(newest, changed)
 
-    def run(self) -> bool:
+    def run(self, stop: StopRequest) -> bool:
         """Trains to the configured number of steps.
 
+        Args:
+            stop: ends the run after the current step, or before the first one, whichever process was asked.
+
         Returns:
-            Whether the run is complete; False when it was asked to stop and wrote a checkpoint.
+            Whether the run is complete; False when it was asked to stop, and wrote a checkpoint if it made a step.
         """
         if self.progress.step >= self.config.train.steps:
             self._say(f"nothing to do: step {self.progress.step} of {self.config.train.steps} is done")
             return True
+        if stop.requested_anywhere():
+            self._say(f"stopped as asked before step {self.progress.step + 1}; the same command goes on from there")
+            return False
         self._describe()
         # What exists by now lives to the end; without this, collections keep looking through all of it: 45 ms each.
         gc.collect()
         gc.freeze()
-        with StopRequest() as stop, self._profiler() as profiler:
+        with self._profiler() as profiler:
             complete = self._train_with_logs(stop, profiler)
         if not complete:
             self._say(f"stopped as asked after step {self.progress.step}; the same command goes on from there")
@@ -271,7 +281,8 @@ class Pretraining:
 
     def _roll_back(self, fault: RollBack) -> EventRecord:
         """Loads the newest checkpoint (without one, the run's beginning) and leaves out the data up to the fault."""
-        newest = self._newest_checkpoint()
+        newest, damaged = self._newest_checkpoint()
+        self.checkpointing.pass_over(damaged)
         if newest is None:
             raise UserError(
                 f"training stopped at step {fault.step}: {fault.reason}\nthere is no checkpoint yet to roll back to: "
@@ -293,7 +304,7 @@ class Pretraining:
         size = self.config.train.micro_batch_size
         return global_batch(self.train_data, first, batch_size, size, self.mesh, self.device)
 
-    def _newest_checkpoint(self) -> Path | None:
+    def _newest_checkpoint(self) -> Newest:
         train = self.config.train
         return newest_valid(train.output, train.checkpoint.verify == "checksums", self._say)
 
@@ -310,6 +321,7 @@ class Pretraining:
         if self.config.train.initial_weights is None:
             return None
         weights = same_on_every_rank(open_weights(self.config.train.initial_weights, Filling.of(self.config)))
+        refuse_damaged(weights, self.config.train.checkpoint.verify == "checksums")
         noted = differences(weights.model, self.config.model, "model")
         noted = [text for text in noted if not text.startswith("model.init.")]
         lines = [f"changed: {text}" for text in noted] + weights.fit(model_spec(self.config.model)).notes()
@@ -319,7 +331,10 @@ class Pretraining:
     def _examine(self, folder: Path) -> tuple[list[str], bool]:
         """What has changed since a checkpoint, and whether the run has ended with it."""
         manifest = read_manifest(folder)
-        noted = changes(read_config(folder), self.config, manifest, self._datasets)
+        try:
+            noted = changes(read_config(folder), self.config, manifest, self._datasets)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from error
         return noted, manifest.progress is not None and manifest.progress.step >= self.config.train.steps
 
     def _resume(self, folder: Path, changed: list[str]) -> Progress:
@@ -327,15 +342,33 @@ class Pretraining:
         self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *changed]))
         return progress
 
-    def _delete_run(self) -> None:
+    def _delete_run(self, initial: Path | None) -> None:
+        folder = self.config.train.output / "checkpoints"
+        if initial is not None and initial.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"--fresh would delete {initial}, from which train.initial_weights starts: give another train.output, "
+                "or copy that checkpoint elsewhere"
+            )
+
         def delete() -> None:
-            folder = self.config.train.output / "checkpoints"
             if folder.exists():
                 shutil.rmtree(folder)
             (self.config.train.output / LOG_NAME).unlink(missing_ok=True)
             shutil.rmtree(self.config.train.output / MUON_FOLDER, ignore_errors=True)
 
         on_first_rank("the earlier run cannot be deleted", delete)
+
+    def _delete_leftovers(self) -> None:
+        """What a killed save has left takes up room that the log and the next checkpoint may need."""
+
+        def delete() -> None:
+            for folder in partial_folders(self.config.train.output / "checkpoints"):
+                shutil.rmtree(folder)
+
+        try:
+            on_first_rank("what a killed save has left stays", delete)
+        except UserError as error:
+            self._say(str(error))
 
     def _sinks(self) -> Sinks:
         if not self.is_reporter:
@@ -375,7 +408,7 @@ class Pretraining:
             log = MuonLog(self.config.train.output, dist.get_rank(), dist.get_world_size(), self.progress.step)
         except OSError as error:
             raise UserError(f"Muon's diagnostics cannot be written: {error}") from error
-        with contextlib.closing(log):
+        with log:
             yield MuonDiagnostics(muon, config, log, answers_for_cut=self.mesh.tensor_rank == 0)
 
     def _show_ownership(self, chunks: ModelChunks, plans: Sequence[BufferPlan]) -> None:
@@ -397,10 +430,6 @@ class Pretraining:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _say_nothing(text: str) -> None:

@@ -7,8 +7,12 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
+from steptron.errors import UserError
 from steptron.optim.diagnostics import MatrixDiagnostics
+from steptron.train.appended_file import AppendedFile
+from steptron.train.messages import warn
 from steptron.train.records import jsonable
 from steptron.train.sinks import cut_back
 
@@ -23,6 +27,9 @@ class MuonLog:
 
     On opening, records of steps after the one that the run resumes from are dropped. Files of ranks that the run no
     longer has are cut back by the first rank.
+
+    Records that cannot be written wait in memory (``AppendedFile``). A context manager that closes it; where another
+    exception leaves the ``with`` block, records that are lost are only a warning.
 
     Args:
         output: folder of the run.
@@ -43,15 +50,30 @@ class MuonLog:
         for file in [path, *(abandoned if rank == 0 else ())]:
             if file.exists():
                 cut_back(file, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = AppendedFile(path)
 
     def write(self, step: int, matrices: Sequence[MatrixDiagnostics]) -> None:
         columns = {name: [jsonable(getattr(matrix, name)) for matrix in matrices] for name in _FIELDS}
-        self._file.write(json.dumps({"step": step} | columns, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.append((json.dumps({"step": step} | columns, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
+        """Raises:
+        UserError: records were lost; the message says how many.
+        """
         self._file.close()
+
+    def __enter__(self) -> MuonLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except UserError as lost:
+            if error is None:
+                raise
+            warn(str(lost))
 
 
 def _rank_of(file: Path) -> int:

@@ -6,18 +6,23 @@ showing a step twice.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import socket
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from steptron.config.schema import PretrainConfig
 from steptron.errors import UserError
+from steptron.train.appended_file import AppendedFile
 from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.console import ConsoleSink
+from steptron.train.messages import warn
 from steptron.train.records import Record, scalars, to_json
 
 LOG_NAME = "log.jsonl"
@@ -35,7 +40,10 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Several sinks as one; a context manager that closes all of them, whatever happens to one."""
+    """Several sinks as one; a context manager that closes all of them, whatever happens to one.
+
+    Where another exception leaves the ``with`` block, what goes wrong in closing is only a warning.
+    """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -45,14 +53,17 @@ class Sinks:
             sink.write(record)
 
     def close(self) -> None:
+        if errors := self._close_all():
+            raise errors[0]
+
+    def _close_all(self) -> list[Exception]:
         errors = []
         for sink in self._sinks:
             try:
                 sink.close()
             except Exception as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        return errors
 
     def __enter__(self) -> Sinks:
         return self
@@ -60,11 +71,15 @@ class Sinks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        for also in self._close_all():
+            warn(str(also))
 
 
 class JsonlSink:
-    """One JSON object per line, appended and flushed at once.
+    """One JSON object per line, appended at once, or later where that fails (``AppendedFile``).
 
     On opening, an existing log is cut back to what the run resumes from: records of later steps and
     a half-written last line are dropped, a complete last line that lacks its newline gets it.
@@ -78,14 +93,12 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             cut_back(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = AppendedFile(path)
 
     def write(self, record: Record) -> None:
-        self._file.write(to_json(record) + "\n")
-        self._file.flush()
+        self._file.append(f"{to_json(record)}\n".encode())
 
     def close(self) -> None:
         self._file.close()
@@ -94,30 +107,58 @@ class JsonlSink:
 class TensorBoardSink:
     """TensorBoard event files; TensorBoard hides what was written beyond the resumed step.
 
+    TensorBoard's own writer is not used: once its thread has met a full disk it writes nothing more, and leaves half an
+    event that hides what follows. These files are an ``AppendedFile`` like the log; as the log has everything, what
+    is lost in the end is only a warning.
+
     Args:
         folder: folder of the event files.
         resume_step: optimizer steps completed at the checkpoint that the run resumes from; 0 for a new run.
 
     Raises:
         UserError: tensorboard is not installed; the message says what to do.
+        OSError: the file cannot be made.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
         except ImportError as error:
             raise UserError(
                 "train.logging.tensorboard needs the package tensorboard: `pip install tensorboard`, "
                 "or set train.logging.tensorboard=false"
             ) from error
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        self._event, self._summary, self._framing = event_pb2.Event, summary_pb2.Summary, RecordWriter
+        self._file = AppendedFile(_event_file(folder))
+        # TensorBoard hides events of this step and later ones in earlier files when a session starts.
+        self._append(step=resume_step + 1, file_version="brain.Event:2")
+        self._append(step=resume_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, record: Record) -> None:
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record.step)
+        if figures := scalars(record):
+            values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+            self._append(step=record.step, summary=self._summary(value=values))
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self._file.close()
+        except UserError as error:
+            warn(f"for TensorBoard only: {error}")
+
+    def _append(self, **content: Any) -> None:
+        framed = io.BytesIO()
+        self._framing(framed).write(self._event(wall_time=time.time(), **content).SerializeToString())
+        self._file.append(framed.getvalue())
+
+
+def _event_file(folder: Path) -> Path:
+    """A new file's name: TensorBoard takes what has "tfevents" in its name, in alphabetical order."""
+    stem = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+    number = 0
+    while (path := folder / f"{stem}.{number}").exists():
+        number += 1
+    return path
 
 
 class WandbSink:
@@ -125,6 +166,8 @@ class WandbSink:
 
     Steps are an ordinary logged value and the axis of all others: W&B's own step counter refuses to
     go back, as a resume from an older checkpoint must.
+
+    When W&B fails under the run, there is one message, and it gets nothing more: the log has everything.
 
     Args:
         project: W&B project.
@@ -145,7 +188,8 @@ class WandbSink:
             ) from error
         output.mkdir(parents=True, exist_ok=True)
         id_file = output / "wandb_run_id"
-        if not id_file.exists():
+        # Empty where it could not be written.
+        if not id_file.exists() or not id_file.read_text(encoding="utf-8").strip():
             id_file.write_text(uuid.uuid4().hex + "\n", encoding="utf-8")
         self._run = wandb.init(
             project=project,
@@ -156,12 +200,22 @@ class WandbSink:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self._has_failed = False
 
     def write(self, record: Record) -> None:
-        self._run.log({"step": record.step, **scalars(record)})
+        self._try(lambda: self._run.log({"step": record.step, **scalars(record)}))
 
     def close(self) -> None:
-        self._run.finish()
+        self._try(self._run.finish)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
+        try:
+            action()
+        except Exception as error:  # its service dies with errors of many types
+            self._has_failed = True
+            warn(f"Weights & Biases gets nothing more: {type(error).__name__}: {error}; log.jsonl goes on")
 
 
 def make_sinks(config: PretrainConfig, output: Path, resume_step: int) -> Sinks:
@@ -201,8 +255,10 @@ def cut_back(path: Path, resume_step: int) -> None:
 
     Raises:
         UserError: a line before the last is not such an object; the message names file and line.
+        OSError: the file cannot be written; it is as it was.
     """
-    lines = path.read_bytes().split(b"\n")
+    content = path.read_bytes()
+    lines = content.split(b"\n")
     kept = []
     for number, line in enumerate(lines, start=1):
         last = number == len(lines)
@@ -218,6 +274,14 @@ def cut_back(path: Path, resume_step: int) -> None:
             raise UserError(f"{path}:{number}: not a record of a run; move the file away to start a new log") from error
         if step <= resume_step:
             kept.append(line + b"\n")
+    rest = b"".join(kept)
+    if content.startswith(rest):
+        os.truncate(path, len(rest))  # needs no space
+        return
     replacement = path.with_name(path.name + ".new")
-    replacement.write_bytes(b"".join(kept))
-    os.replace(replacement, path)
+    try:
+        replacement.write_bytes(rest)
+        os.replace(replacement, path)
+    except OSError:
+        replacement.unlink(missing_ok=True)
+        raise

@@ -18,12 +18,14 @@ def make(output: Path, step: int, complete: bool = True) -> Path:
     return folder
 
 
-def test_only_complete_checkpoints_count_oldest_first(tmp_path: Path) -> None:
-    newest, oldest = make(tmp_path, 1000), make(tmp_path, 20)
-    make(tmp_path, 3000, complete=False)
+def test_folders_with_the_name_of_a_checkpoint_are_listed_oldest_first(tmp_path: Path) -> None:
+    """One whose manifest was lost too: it must not look as if there had never been a checkpoint."""
+    newest, oldest, lost = make(tmp_path, 1000), make(tmp_path, 20), make(tmp_path, 3000, complete=False)
+    (tmp_path / "checkpoints" / "step_00005000").write_text("")
     (tmp_path / "checkpoints" / "step_00004000.partial").mkdir()
     (tmp_path / "checkpoints" / "step_00004000.partial" / MANIFEST).write_text("{}")
-    assert list_checkpoints(tmp_path) == [oldest, newest]
+    assert list_checkpoints(tmp_path) == [oldest, newest, lost]
+    assert resolve(tmp_path) == newest
     assert list_checkpoints(tmp_path / "nowhere") == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,16 @@ import torch
 
 from steptron.checkpoint import saving
 from steptron.checkpoint.fit import Filling
+from steptron.checkpoint.folder import list_checkpoints
 from steptron.checkpoint.manifest import Progress
-from steptron.checkpoint.weights import open_weights, same_on_every_rank
+from steptron.checkpoint.weights import open_weights, refuse_damaged, same_on_every_rank
 from steptron.config.checks import check
+from steptron.errors import UserError
 from steptron.model.init import initialise
 from steptron.model.parameter_shards import Place
 from steptron.parallel.mesh import build_mesh
 from steptron.train.step import TrainStep
+from tests.checkpoint.made import flip
 from tests.checkpoint.states import BF16, State, assembled, configuration, state_of, stored
 from tests.worker_pool import WorkerPool
 
@@ -85,3 +89,22 @@ def test_depths_are_cloned_and_a_value_head_drawn(
     assert bool(masters) == (BF16 in overrides)
     for key, master in masters.items():
         assert torch.equal(master, found[key.replace("optimizer.master", "model")].float()), key
+
+
+def refusal(rank: int, world_size: int, weights: Path, contents: bool) -> str:
+    try:
+        refuse_damaged(open_weights(weights), contents)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_damaged_checkpoint_is_refused_by_every_process(pool: WorkerPool, weights: Path, tmp_path: Path) -> None:
+    """One bit of a tensor: it would load."""
+    run = shutil.copytree(weights, tmp_path / "run")
+    assert pool.run(2, refusal, run, True) == ["", ""]
+    (folder,) = list_checkpoints(run)
+    flip(folder / "__0_0.distcp", 3000)
+    for text in pool.run(2, refusal, run, True):
+        assert text.startswith(f"checkpoint {folder} is damaged; name another one:\n  __0_0.distcp has other content")
+    assert pool.run(2, refusal, run, False) == ["", ""]

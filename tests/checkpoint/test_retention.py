@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steptron.checkpoint.folder import MANIFEST, delete, list_checkpoints, partial_folders
-from steptron.checkpoint.retention import Kept, prune, superfluous
+from steptron.checkpoint.retention import Kept, doomed, prune, superfluous
 from steptron.config.schema import CheckpointConfig
 from tests.checkpoint.made import flip, make
 
@@ -44,21 +44,32 @@ def test_the_rule_on_a_run(tmp_path: Path) -> None:
         make(tmp_path, step, loss)
     rule = CheckpointConfig(keep=1, keep_every_steps=30, keep_best=1)
     before = list_checkpoints(tmp_path)
-    doomed = prune(tmp_path, rule, dry_run=True)
-    assert [folder.name for folder in doomed] == ["step_00000010", "step_00000020", "step_00000050"]
+    leaving = doomed(tmp_path, rule)
+    assert [folder.name for folder in leaving] == ["step_00000010", "step_00000020", "step_00000050"]
     assert list_checkpoints(tmp_path) == before
-    assert prune(tmp_path, rule) == doomed
-    assert list_checkpoints(tmp_path) == [folder for folder in before if folder not in doomed]
-    assert prune(tmp_path, rule) == []
+    prune(tmp_path, rule)
+    assert list_checkpoints(tmp_path) == [folder for folder in before if folder not in leaving]
+    assert doomed(tmp_path, rule) == []
     assert partial_folders(tmp_path / "checkpoints") == []
 
 
-def test_a_checkpoint_with_an_unreadable_manifest_has_no_loss(tmp_path: Path) -> None:
-    for step, loss in ((1, 0.5), (2, 7.0), (3, None)):
-        make(tmp_path, step, loss)
-    flip(tmp_path / "checkpoints" / "step_00000001" / MANIFEST, 40)
-    doomed = prune(tmp_path, CheckpointConfig(keep=1, keep_best=1))
-    assert [folder.name for folder in doomed] == ["step_00000001"]
+def test_damaged_ones_do_not_count_and_go_when_a_later_one_stays(tmp_path: Path) -> None:
+    """Known to be damaged: 30 and 60, the newest. 20 has lost its manifest, 40's cannot be read."""
+    folders = {step: make(tmp_path, step, loss=60.0 - step) for step in (10, 20, 30, 40, 50, 60)}
+    (folders[20] / MANIFEST).unlink()
+    flip(folders[40] / MANIFEST, 40)
+    damaged = {folders[30], folders[60]}
+
+    def leaving(keep: int, best: int = 0) -> list[int]:
+        rule = CheckpointConfig(keep=keep, keep_best=best)
+        return [step for step, folder in folders.items() if folder in doomed(tmp_path, rule, damaged)]
+
+    assert leaving(1) == [10, 20, 30, 40]
+    assert leaving(2) == leaving(1, best=2) == [20, 30, 40]
+    prune(tmp_path, CheckpointConfig(keep=1), damaged)
+    assert list_checkpoints(tmp_path) == [folders[50], folders[60]]
+    # Without any whole one nothing goes.
+    assert doomed(tmp_path, CheckpointConfig(keep=1), {folders[50], folders[60]}) == []
 
 
 def test_a_deletion_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +96,15 @@ def test_of_a_linked_checkpoint_the_link_is_deleted(tmp_path: Path) -> None:
     elsewhere = make(tmp_path / "other", 1)
     make(tmp_path / "run", 2)
     (tmp_path / "run" / "checkpoints" / "step_00000001").symlink_to(elsewhere)
-    assert len(prune(tmp_path / "run", CheckpointConfig(keep=1))) == 1
+    prune(tmp_path / "run", CheckpointConfig(keep=1))
     assert (elsewhere / MANIFEST).exists() and len(list_checkpoints(tmp_path / "run")) == 1
     assert partial_folders(tmp_path / "run" / "checkpoints") == []
+
+
+def test_what_a_link_that_stays_points_to_stays(tmp_path: Path) -> None:
+    old, target = make(tmp_path, 1), make(tmp_path, 2)
+    link = make(tmp_path, 3)
+    shutil.rmtree(link)
+    link.symlink_to(target.name)
+    prune(tmp_path, CheckpointConfig(keep=1))
+    assert list_checkpoints(tmp_path) == [target, link] and not old.exists()

@@ -58,7 +58,7 @@ def test_every_item_is_what_torch_would_have_written(tmp_path: Path) -> None:
     written = tensors()
     path = tmp_path / "__0_0.distcp"
     results, total = write_tensor_file(
-        path, path.name, objects, [(item(str(number)), tensor) for number, tensor in enumerate(written)]
+        path, objects, [(item(str(number)), tensor) for number, tensor in enumerate(written)]
     )
     assert total == file_sum(path)
     content = path.read_bytes()
@@ -81,12 +81,12 @@ def test_every_item_is_what_torch_would_have_written(tmp_path: Path) -> None:
 
 def test_others_go_on_with_checksums_of_their_own(tmp_path: Path) -> None:
     assert get_crc32_options()
-    write_tensor_file(tmp_path / "file", "file", [], [(item("a"), torch.zeros(3))])
+    write_tensor_file(tmp_path / "file", [], [(item("a"), torch.zeros(3))])
     assert get_crc32_options()
 
 
 @pytest.mark.parametrize("size", [3, 1 << 20])
 def test_a_full_disk_is_an_error(size: int) -> None:
     with pytest.raises(OSError) as raised:
-        write_tensor_file(Path("/dev/full"), "full", [], [(item("a"), torch.zeros(size))])
+        write_tensor_file(Path("/dev/full"), [], [(item("a"), torch.zeros(size))])
     assert raised.value.errno == errno.ENOSPC

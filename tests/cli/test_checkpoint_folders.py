@@ -116,13 +116,26 @@ def test_prune_keeps_away_from_a_run_that_goes_on(run: Path) -> None:
 
 def test_prune_never_deletes_the_last_whole_checkpoint(run: Path) -> None:
     flip(step(run, 40) / "__0_0.distcp", 5)
-    result = steptron("prune", run, "--keep", "1", "--keep-best", "0")
-    assert result.exit_code == 2 and "no checkpoint that would stay is whole" in result.stderr
-    assert "__0_0.distcp has other content" in result.stderr and len(list_checkpoints(run)) == 4
-    # One of several that stay is enough; a flipped bit does not show by sizes.
-    assert steptron("prune", run, "--keep", "2").exit_code == 0
-    assert steptron("prune", run, "--keep", "1", "--keep-best", "0", "--sizes-only").exit_code == 0
+    (step(run, 30) / MANIFEST).unlink()
+    options = ("--keep", "1", "--keep-every", "0", "--keep-best", "0")
+    for dry_run in (["--dry-run"], []):
+        result = steptron("prune", run, *options, *dry_run)
+        assert result.exit_code == 0, result.output
+        assert f"damaged, not counted: {step(run, 40)}: __0_0.distcp has other content" in result.stdout
+        assert f"damaged, not counted: {step(run, 30)}: {MANIFEST} cannot be read" in result.stdout
+        assert f"{step(run, 10)}, " in result.stdout and f"{step(run, 20)}, " not in result.stdout
+    assert list_checkpoints(run) == [step(run, 20), step(run, 30), step(run, 40)]
+    # A flipped bit does not show by sizes.
+    assert steptron("prune", run, *options, "--sizes-only").exit_code == 0
     assert list_checkpoints(run) == [step(run, 40)]
+
+
+def test_without_a_whole_one_prune_deletes_nothing(run: Path) -> None:
+    for folder in list_checkpoints(run):
+        (folder / "__1_0.distcp").unlink()
+    result = steptron("prune", run, "--keep", "1", "--keep-every", "0", "--keep-best", "0")
+    assert result.exit_code == 2 and "no checkpoint is whole" in result.stderr
+    assert result.stderr.count("__1_0.distcp is missing") == 4 and len(list_checkpoints(run)) == 4
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "prune"])

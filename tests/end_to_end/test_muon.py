@@ -14,6 +14,7 @@ from steptron.config.loader import load
 from steptron.train.loop import Pretraining
 from steptron.train.records import read_records
 from steptron.train.run_lock import run_lock_of_all
+from steptron.train.stop import StopRequest
 from tests.end_to_end.runs import REPOSITORY, pretrain_arguments
 from tests.worker_pool import WorkerPool
 
@@ -32,7 +33,7 @@ def pretrain(rank: int, world_size: int, data: str, output: str, steps: int, fre
     check(config, world_size, check_data=True)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), run_lock_of_all(config.train.output):
-        Pretraining(config, torch.device("cpu"), fresh=fresh).run()
+        Pretraining(config, torch.device("cpu"), fresh=fresh).run(StopRequest())
     return printed.getvalue()
 
 

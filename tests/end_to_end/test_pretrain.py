@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from steptron.checkpoint.folder import list_checkpoints
+from steptron.checkpoint.folder import list_checkpoints, partial_folders
+from steptron.checkpoint.verification import problems
 from steptron.train.records import StepRecord, ValidationRecord, read_records
 from steptron.train.stop import STOPPED_EXIT_CODE
 from tests.end_to_end.runs import REPOSITORY, TIMEOUT_SECONDS, environment, pretrain_arguments, steptron
@@ -62,33 +65,48 @@ def test_layouts_train_alike(data: Path, tmp_path: Path) -> None:
         assert a["lm_loss"] == pytest.approx(b["lm_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_stops_after_a_checkpoint_and_the_same_command_goes_on(
-    data: Path, tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize("numbers", [(signal.SIGUSR1, signal.SIGTERM), (signal.SIGINT,)], ids=["slurm", "ctrl_c"])
+def test_signals_stop_after_a_checkpoint_and_the_same_command_goes_on(
+    data: Path, tmp_path: Path, numbers: tuple[signal.Signals, ...]
 ) -> None:
     output = tmp_path / "run"
     arguments = [*pretrain_arguments(data, output, 100000, "parallel.expert=2"), "--nproc", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "steptron", *arguments],
-        cwd=REPOSITORY,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = _start(*arguments)
     try:
         _wait_for_steps(output, 2, process)
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.1)
         text, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     finally:
         process.kill()
     assert process.returncode == STOPPED_EXIT_CODE, text
     assert "stopped as asked" in text
     (checkpoint,) = list_checkpoints(output)
+    assert problems(checkpoint) == [] and partial_folders(output / "checkpoints") == []
     step = json.loads((checkpoint / "steptron.json").read_text())["progress"]["step"]
     arguments = [*pretrain_arguments(data, output, step + 1, "parallel.expert=2"), "--nproc", "2"]
     assert f"(step {step})" in steptron(*arguments).stdout
     assert [record["step"] for record in steps_of(output)] == list(range(1, step + 2))
+
+
+def test_signals_before_the_first_step_are_heard(data: Path, tmp_path: Path) -> None:
+    """From when the command listens; it has not read its configuration by then."""
+    output = tmp_path / "run"
+    process = _start(*pretrain_arguments(data, output, 100000))
+    try:
+        status, bit = Path(f"/proc/{process.pid}/status"), 1 << (signal.SIGUSR1 - 1)  # of what it handles
+        _wait_until(lambda: int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) & bit > 0, process)
+        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.kill()
+    assert (process.returncode, text) == (
+        STOPPED_EXIT_CODE,
+        "stopped as asked before it began; the same command starts it\n",
+    )
+    assert not output.exists()
 
 
 def test_divergence_is_reported_and_leaves_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
@@ -117,18 +135,36 @@ def test_bf16_trains(data: Path, tmp_path: Path) -> None:
 def test_fresh_starts_over(data: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     steptron(*pretrain_arguments(data, output, 2))
+    refused = steptron(*pretrain_arguments(data, output, 1, f"train.initial_weights={output}"), "--fresh", expect=2)
+    assert f"--fresh would delete {output / 'checkpoints' / 'step_00000002'}" in refused.stderr
+    assert [path.name for path in list_checkpoints(output)] == ["step_00000002"] and steps_of(output)
     steptron(*pretrain_arguments(data, output, 1), "--fresh")
     assert [record["step"] for record in steps_of(output)] == [1]
     assert [path.name for path in list_checkpoints(output)] == ["step_00000001"]
 
 
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "steptron", *arguments],
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def _wait_for_steps(output: Path, steps: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
     log = output / "log.jsonl"
-    while not log.exists() or log.read_text().count("\n") < steps:
+    _wait_until(lambda: log.exists() and log.read_text().count("\n") >= steps, process)
+
+
+def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
         assert process.poll() is None, f"ended early: {process.communicate()[0]}"
-        assert time.monotonic() < deadline, f"no {steps} steps within {TIMEOUT_SECONDS} s"
-        time.sleep(0.2)
+        assert time.monotonic() < deadline, f"it did not happen within {TIMEOUT_SECONDS} s"
+        time.sleep(0.02)
 
 
 def test_a_run_starts_from_the_weights_of_another(data: Path, tmp_path: Path) -> None:

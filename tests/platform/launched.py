@@ -13,15 +13,15 @@ def main(mode: str, folder: Path) -> int:
     """Acts as a worker; returns its exit code."""
     rank = int(os.environ["RANK"])
     stop: list[int] = []
-    signal.signal(signal.SIGTERM, (lambda *_: stop.append(1)) if mode != "untouched" else signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, lambda *_: (folder / f"usr1-{rank}").touch())
+    if mode != "late" or rank == 0:  # the others are not yet ready for signals
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if mode == "environment":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         (folder / f"environment-{rank}").write_text(" ".join(os.environ[name] for name in names))
         print(f"output of rank {rank}")
         return 0
-    if mode in ("fail", "die") and rank == 1:
+    if mode in ("fail", "wait", "die") and rank == 1:
         # Not before the others can take the signal that follows.
         while not all((folder / f"pid-{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
             time.sleep(0.01)
@@ -32,16 +32,16 @@ def main(mode: str, folder: Path) -> int:
         with (folder / "starts").open("a") as file:
             file.write("x")
         return 2
-    if mode == "fail" and rank == 1:
+    if mode in ("fail", "wait") and rank == 1:
         print("the reason", file=sys.stderr)
         return 3
     if mode == "die" and rank == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if stop and mode != "hang":
-            time.sleep(0.3 * rank)  # a checkpoint takes its time, and not the same on every rank
-            (folder / f"saved-{rank}").touch()
+        if stop and mode not in ("hang", "wait", "late"):
+            time.sleep(0.3 * (1 + rank))  # a checkpoint takes its time, and not the same on every rank
+            (folder / f"saved-{rank}").write_text(f"asked {len(stop)} times")
             return os.EX_TEMPFAIL
         time.sleep(0.02)
     return 1

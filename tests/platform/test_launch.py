@@ -27,12 +27,23 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def _launcher(mode: str, folder: Path, stop_grace: float = 30.0, nproc: int = 2) -> Iterator[subprocess.Popen[str]]:
-    """A launching process of its own, as the command line is one; killed at the end."""
+def _launcher(
+    mode: str,
+    folder: Path,
+    stop_grace: float = 30.0,
+    nproc: int = 2,
+    failure_grace: float = 1.0,
+    hang_up: str = "SIG_DFL",
+) -> Iterator[subprocess.Popen[str]]:
+    """A launching process of its own, as the command line is one; killed at the end.
+
+    Args:
+        hang_up: what it finds that SIGHUP does.
+    """
     code = (
-        "import sys; from steptron.platform.launch import run_local; "
-        f"sys.exit(run_local({nproc}, {[mode, str(folder)]!r}, module={MODULE!r}, "
-        f"stop_grace_seconds={stop_grace}, failure_grace_seconds=1.0))"
+        f"import sys; from signal import *; from steptron.platform.launch import run_local; signal(SIGHUP, {hang_up}); "
+        f"sys.exit(run_local({nproc}, {[mode, str(folder)]!r}, module={MODULE!r}, max_restarts=3, "
+        f"stop_grace_seconds={stop_grace}, failure_grace_seconds={failure_grace}))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
     try:
@@ -102,22 +113,40 @@ def test_a_worker_that_fails_is_named_and_ends_the_others(
 
 
 def test_others_that_hang_after_a_failure_are_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with _launcher("hang", tmp_path) as process:
-        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
-        code, errors = _end(process)
-    assert code == 128 + signal.SIGKILL
-    assert "rank 1 of 2 was ended by SIGKILL" in errors
+    assert launch.run_local(2, ["wait", str(tmp_path)], module=MODULE, failure_grace_seconds=1.0) == 3
+    errors = capfd.readouterr().err
+    assert "rank 1 of 2 ended with exit code 3" in errors
     assert "killing rank(s) 0: still running 1 s after" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_to_stop_reaches_workers_and_waits_for_them(tmp_path: Path, number: signal.Signals) -> None:
-    with _launcher("work", tmp_path) as process:
-        process.send_signal(number)
+def test_a_request_to_stop_after_a_failure_is_no_start_again(tmp_path: Path) -> None:
+    with _launcher("hang", tmp_path, failure_grace=2.0) as process:
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
         code, errors = _end(process)
     assert code == os.EX_TEMPFAIL
-    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
-    assert f"{number.name}: asked 2 processes to stop; they have 30 s" in errors
+    assert "rank 1 of 2 was ended by SIGKILL" in errors
+    assert "killing rank(s) 0: still running 2 s after" in errors
+    assert "stopped as asked instead of starting again" in errors
+
+
+@pytest.mark.parametrize("names", ["USR1 TERM", "TERM USR1", "USR1 INT", "USR1 USR1", "HUP TERM", "INT TERM HUP USR1"])
+def test_workers_are_asked_to_stop_once_whatever_follows(tmp_path: Path, names: str) -> None:
+    """As SLURM does it: a warning, then SIGTERM."""
+    numbers = [signal.Signals[f"SIG{name}"] for name in names.split()]
+    with _launcher("work", tmp_path) as process:
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.1)
+        code, errors = _end(process)
+    assert code == os.EX_TEMPFAIL, errors
+    for rank in range(2):
+        assert (tmp_path / f"saved-{rank}").read_text() == "asked 1 times"
+    first, *others = errors.splitlines()
+    assert f"{numbers[0].name}: asked 2 processes to stop; they have 30 s to end" in first
+    said = [first] if numbers[0] == signal.SIGINT else others if signal.SIGINT in numbers else []
+    assert ["Ctrl-C once more kills them" in line for line in said] == [True] * len(said)
     assert "exit code" not in errors
 
 
@@ -129,11 +158,16 @@ def test_workers_that_hang_after_a_request_to_stop_are_killed(tmp_path: Path) ->
     assert "killing rank(s) 0, 1: still running 0.5 s after they were asked to end" in errors
 
 
-def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [None, signal.SIGTERM])
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path, before: signal.Signals | None) -> None:
     with _launcher("hang", tmp_path) as process:
-        process.send_signal(signal.SIGINT)
         assert process.stderr is not None
+        if before is not None:
+            process.send_signal(before)
+            assert "Ctrl-C" not in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
         assert "Ctrl-C once more kills them" in process.stderr.readline()
+        assert process.poll() is None
         start = time.monotonic()
         process.send_signal(signal.SIGINT)
         code, errors = _end(process)
@@ -142,11 +176,38 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     assert "second Ctrl-C" in errors
 
 
-def test_sigusr1_is_passed_on(tmp_path: Path) -> None:
-    with _launcher("work", tmp_path) as process:
-        process.send_signal(signal.SIGUSR1)
-        _wait_for(lambda: all((tmp_path / f"usr1-{rank}").exists() for rank in range(2)))
-        assert process.poll() is None
+@pytest.mark.parametrize("asked", ["launcher", "worker"])
+def test_a_worker_that_was_not_ready_for_the_request_has_stopped_as_asked(tmp_path: Path, asked: str) -> None:
+    """The other one would wait for it in vain."""
+    with _launcher("late", tmp_path) as process:
+        os.kill(process.pid if asked == "launcher" else int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
+        code, errors = _end(process)
+    assert code == os.EX_TEMPFAIL, errors
+    assert "killing rank(s) 0, which cannot go on without rank(s) 1" in errors
+    assert "stopped as asked; rank(s) 1 ended at once" in errors
+    assert "again" not in errors
+
+
+def test_a_request_before_the_workers_start_is_kept_and_later_ones_do_not_matter(tmp_path: Path) -> None:
+    code = (
+        "import sys; from signal import *; from steptron.platform.launch import run_local; "
+        f"code = run_local(2, ['work', {str(tmp_path)!r}], module={MODULE!r}, received=[SIGUSR1]); "
+        "[raise_signal(number) for number in (SIGTERM, SIGUSR1, SIGHUP, SIGINT)]; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == os.EX_TEMPFAIL
+    assert done.stderr == "steptron: stopped as asked before it began; the same command starts it\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hang_up_stays_ignored_under_nohup(tmp_path: Path) -> None:
+    with _launcher("work", tmp_path, hang_up="SIG_IGN") as process:
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        code, errors = _end(process)
+    assert code == os.EX_TEMPFAIL
+    assert errors.startswith("steptron: SIGTERM: asked 2 processes")
 
 
 def test_ctrl_c_of_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> None:
@@ -157,6 +218,14 @@ def test_ctrl_c_of_the_terminal_does_not_reach_the_workers(tmp_path: Path) -> No
 
 def test_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
     with _launcher("work", tmp_path) as process:
+        process.kill()
+        _wait_for(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in range(2)))
+
+
+def test_a_launcher_that_is_killed_during_a_stop_does_not_cut_it_short(tmp_path: Path) -> None:
+    with _launcher("work", tmp_path) as process:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
         process.kill()
         _wait_for(lambda: all((tmp_path / f"saved-{rank}").exists() for rank in range(2)))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from steptron.platform.random_state import random_states, set_random_states
+from steptron.platform.random_state import random_states, seed_generators, set_random_states
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +51,13 @@ def test_states_have_the_same_shape_and_dtype_whatever_was_drawn() -> None:
     random.gauss(0, 1), np.random.standard_normal(), torch.randn(17)
     assert {name: (state.shape, state.dtype) for name, state in random_states().items()} == fresh
     assert {"python", "numpy", "torch"} <= fresh.keys() and all(len(shape) == 1 for shape, _ in fresh.values())
+
+
+def test_seeds_set_every_generator_and_differ_by_rank() -> None:
+    seed_generators(7, 0)
+    first = draws()
+    seed_generators(7, 1)
+    other = draws()
+    seed_generators(7, 0)
+    assert draws() == first
+    assert all(mine != theirs for mine, theirs in zip(first, other, strict=True))

@@ -29,13 +29,17 @@ def work_on() -> None:
 def run(mode: str, folder: Path) -> int:
     place = distributed.world()
     store = distributed.meet(place, timedelta(seconds=60))
-    victim = 0 if mode == "kill-first" else 1
+    victim = 0 if mode in ("kill-first", "stop-first") else 1
     hang_after = 1.0 if mode == "hang" else None
     try:
         with Watch(store, place.rank, place.size, DEAD_AFTER, hang_after, folder) as watch:
             watch.progress("step 7")
             store.add("ready", 1)
             while store.add("ready", 0) < place.size:
+                time.sleep(0.05)
+            # Where the store stops, it must not keep the main thread of anybody else.
+            store.add("past the store", int(place.rank != victim))
+            while place.rank == victim and store.add("past the store", 0) < place.size - 1:
                 time.sleep(0.05)
             if place.rank == victim:
                 act(mode)
@@ -44,7 +48,10 @@ def run(mode: str, folder: Path) -> int:
                     time.sleep(0.05)
                 time.sleep(0.5)
                 raise RuntimeError("Connection closed by peer")
-            elif mode == "done":
+            elif mode == "stop-first" and place.rank == 2:
+                time.sleep(0.5)
+                raise RuntimeError("Connection closed by peer")
+            elif mode in ("done", "stop-last"):
                 time.sleep(1.0)
             else:
                 wait_for_others()
@@ -60,8 +67,9 @@ def act(mode: str) -> None:
     elif mode == "broken":
         Path(sys.argv[2], "broken").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    elif mode == "stop":
+    elif mode.startswith("stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
+        wait_for_others()
     elif mode == "error":
         raise ValueError("the seventh sample is empty")
     elif mode == "hang":

@@ -141,7 +141,7 @@ def test_refused_before_any_work(options: list[str], message: str, data: Path, t
 def test_local_processes_get_the_options(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handed, again = [], []
 
-    def run_local(nproc: int, arguments: list[str], max_restarts: int, restart_arguments: list[str]) -> int:
+    def run_local(nproc: int, arguments: list[str], *, restart_arguments: list[str], **others: object) -> int:
         handed.append(arguments)
         again.append(restart_arguments)
         return 0

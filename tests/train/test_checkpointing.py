@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,6 +228,48 @@ def test_a_full_disk_in_the_background_is_noticed_at_the_end_and_the_last_checkp
     assert "rank 1: " in message and "No space left on device" in message and "the next such failure" in message
     assert leftovers == []
     assert complete == [1, 3]
+
+
+def lost_folder(rank: int, world_size: int, output: Path) -> tuple[list[str], list[str], list[int]]:
+    """Somebody deletes the folder of all checkpoints: before a save, when its plan is made, and when all is written."""
+    run = Run(output, "train.checkpoint.asynchronous=true", "train.checkpoint.tolerated_failures=2")
+    raised, folder = [], output / "checkpoints"
+
+    def lose() -> None:
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder)
+        torch.distributed.barrier()
+
+    run.save(1)
+    run.checkpointing.conclude()
+    lose()
+    run.save(2)  # makes it anew
+    raised.append(message_of(run.checkpointing.conclude))
+    plan = saving.Planner.plan
+
+    def plan_and_lose(*args: Any) -> Any:
+        lose()
+        return plan(*args)
+
+    with mock.patch.object(saving.Planner, "plan", plan_and_lose):
+        run.save(3)
+    raised.append(message_of(run.checkpointing.conclude))
+    run.save(4)
+    while not run.checkpointing.is_written:
+        time.sleep(0.01)
+    lose()
+    raised.append(message_of(run.checkpointing.conclude))
+    run.save(5, last=True)
+    return raised, run.said, run.complete
+
+
+def test_a_lost_folder_ends_no_run_and_leaves_no_process_waiting(pool: WorkerPool, tmp_path: Path) -> None:
+    (raised, said, complete), (others_raised, _, others_complete) = pool.run(2, lost_folder, tmp_path)
+    assert raised == others_raised == ["", "", ""]
+    assert complete == others_complete == [5]
+    assert len(said) == 2, said
+    assert all("checkpoint not written" in text and "No such file" in text for text in said)
 
 
 def no_tolerance(rank: int, world_size: int, output: Path) -> tuple[str, list[str]]:

@@ -17,6 +17,7 @@ import torch
 
 from steptron.checkpoint.folder import checkpoint_folder, list_checkpoints
 from steptron.checkpoint.manifest import read_manifest, write_manifest
+from steptron.checkpoint.verification import problems
 from steptron.config.checks import check
 from steptron.config.loader import load
 from steptron.data.batch import MicroBatch
@@ -25,6 +26,7 @@ from steptron.train.loop import Pretraining
 from steptron.train.records import EventRecord, Record, StepRecord, read_records
 from steptron.train.run_lock import run_lock_of_all
 from steptron.train.step import TrainStep
+from steptron.train.stop import StopRequest
 from tests.data.corpora import build_small, varied_texts
 from tests.parallel.layouts import NANO
 from tests.worker_pool import WorkerPool
@@ -127,7 +129,7 @@ def pretrain(
     ):
         run = Pretraining(config, torch.device("cpu"))
         try:
-            run.run()
+            run.run(StopRequest())
         except UserError as raised:
             error = str(raised)
     return Outcome(error, digests(run.step), printed.getvalue())
@@ -256,6 +258,21 @@ def test_without_a_checkpoint_there_is_no_way_back(pool: WorkerPool, data: Path,
     for outcome in outcomes:
         assert "training stopped at step 2: loss nan" in outcome.error
         assert "no checkpoint yet to roll back to: set train.checkpoint.every_steps lower" in outcome.error
+
+
+def test_damaged_checkpoints_never_crowd_out_whole_ones(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    """The newest is damaged: the run goes on before it, and keeps the one that it writes, of an earlier step."""
+    keep = ["train.checkpoint.every_steps=2", "train.checkpoint.keep=1"]
+    pool.run(2, pretrain, data, tmp_path, 4, [*keep, "train.checkpoint.keep=2"])
+    damaged = checkpoint_folder(tmp_path, 4)
+    (damaged / "common.pt").write_bytes(b"")
+    for outcome in pool.run(2, pretrain, data, tmp_path, 3, keep):
+        assert outcome.error == ""
+    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 3), damaged]
+    assert problems(checkpoint_folder(tmp_path, 3)) == []
+    # Written anew, it counts again.
+    pool.run(2, pretrain, data, tmp_path, 4, keep)
+    assert list_checkpoints(tmp_path) == [damaged] and problems(damaged) == []
 
 
 def pretrain_with_damage(rank: int, world_size: int, data: Path, output: Path, bad_step: int, where: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from steptron.errors import UserError
 from steptron.optim.diagnostics import MatrixDiagnostics
 from steptron.train.muon_log import MuonLog
+from tests.train.full_disk import no_file_beyond
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -79,3 +80,32 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rank-00000\.jsonl:1: not a record of a run"):
         MuonLog(tmp_path, 0, 1, 0)
     assert path.read_text() == "not ours\nat all\n"
+
+
+def test_a_full_disk_ends_no_run_and_loses_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "muon" / "rank-00000.jsonl"
+    with MuonLog(tmp_path, 0, 1, 0) as log:
+        log.write(1, [])
+        with no_file_beyond(path.stat().st_size + 10):
+            log.write(2, [])
+            log.write(3, [])
+            assert [line["step"] for line in lines(path)] == [1]
+    assert [line["step"] for line in lines(path)] == [1, 2, 3]
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_records_that_are_lost_are_an_error_unless_there_is_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = f"{tmp_path / 'muon' / 'rank-00000.jsonl'} cannot be written (File too large): 1 record is lost"
+    with no_file_beyond(0), pytest.raises(UserError) as error, MuonLog(tmp_path, 0, 1, 0) as log:
+        log.write(1, [])
+    assert str(error.value) == lost
+    with (
+        no_file_beyond(0),
+        pytest.raises(ZeroDivisionError, match="the reason"),
+        MuonLog(tmp_path, 0, 1, 0) as log,
+    ):
+        log.write(1, [])
+        raise ZeroDivisionError("the reason")
+    assert f"warning: {lost}" in capsys.readouterr().err.splitlines()

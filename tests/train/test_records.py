@@ -27,7 +27,8 @@ from steptron.train.records import (
     scalars,
     to_json,
 )
-from steptron.train.sinks import JsonlSink, Sinks, TensorBoardSink, WandbSink, make_sinks
+from steptron.train.sinks import JsonlSink, Sinks, TensorBoardSink, WandbSink, cut_back, make_sinks
+from tests.train.full_disk import no_file_beyond
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:
@@ -201,6 +202,64 @@ def test_a_broken_line_inside_a_log_is_named_and_left_alone(tmp_path: Path, brok
     assert path.read_text() == content
 
 
+def test_a_full_disk_ends_no_run_and_loses_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
+    with Sinks([JsonlSink(path, 0)]) as sinks:
+        sinks.write(step_record(1))
+        with no_file_beyond(path.stat().st_size + 100):
+            for step in (2, 3):
+                sinks.write(step_record(step))
+            sinks.write(validation_record(3))
+            assert read_records(path) == [step_record(1)]
+            assert path.read_text().endswith("}\n")
+        sinks.write(step_record(4))
+    assert read_records(path) == [*map(step_record, (1, 2, 3)), validation_record(3), step_record(4)]
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_records_that_are_lost_are_an_error_unless_there_is_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.jsonl"
+    lost = f"{path} cannot be written (File too large): 1 record is lost"
+    with no_file_beyond(0), pytest.raises(UserError) as error, Sinks([JsonlSink(path, 0)]) as sinks:
+        sinks.write(step_record(1))
+    assert str(error.value) == lost
+    assert lost not in capsys.readouterr().err
+    with (
+        no_file_beyond(0),
+        pytest.raises(ZeroDivisionError, match="the reason"),
+        Sinks([JsonlSink(path, 0)]) as sinks,
+    ):
+        sinks.write(step_record(1))
+        raise ZeroDivisionError("the reason")
+    assert f"warning: {lost}" in capsys.readouterr().err.splitlines()
+
+
+def test_cutting_back_needs_no_space(tmp_path: Path) -> None:
+    """A run that rolls back on a full disk."""
+    path = tmp_path / "log.jsonl"
+    write_all(path, 0, list(map(step_record, range(1, 10))))
+    with path.open("a") as stream:
+        stream.write('{"kind": "train", "st')
+    with no_file_beyond(0):
+        cut_back(path, 6)
+    assert read_records(path) == list(map(step_record, range(1, 7)))
+    assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+def test_a_log_that_cannot_be_cut_back_is_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    write_all(path, 0, list(map(step_record, (1, 9, 2))))
+    content = path.read_bytes()
+    with no_file_beyond(100), pytest.raises(OSError, match="too large"):
+        cut_back(path, 6)
+    assert path.read_bytes() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
+    cut_back(path, 6)
+    assert read_records(path) == list(map(step_record, (1, 2)))
+
+
 # ---------------------------------------------------------------------------------------- console
 
 
@@ -275,6 +334,21 @@ def test_a_terminal_gets_a_bar_that_fits_80_columns() -> None:
     assert "validation at step 1000" in text.getvalue()
 
 
+def test_output_that_goes_to_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as out:
+        sink = ConsoleSink(100, 800, console=Console(file=out), line_seconds=0, clock=Clock())
+        with no_file_beyond(0):
+            sink.write(step_record(1))
+            sink.write(validation_record(1))
+        sink.write(step_record(2))
+        sink.close()
+    assert [line.split()[:2] for line in (tmp_path / "out").read_text().splitlines()] == [
+        ["step", "1/100"],
+        ["validation", "at"],
+        ["step", "2/100"],
+    ]
+
+
 # ------------------------------------------------------------------------- TensorBoard and W&B
 
 
@@ -296,8 +370,45 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert events.Scalars("train/mtp_loss_2")[0].value == 6.25
 
 
+def test_tensorboard_outlives_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half an event in a file would hide all that follow."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path, 0)
+    sink.write(step_record(1))
+    (path,) = tmp_path.iterdir()
+    with no_file_beyond(path.stat().st_size + 100):
+        for step in range(2, 30):  # more than TensorBoard's own writer keeps
+            sink.write(step_record(step))
+    sink.write(step_record(30))
+    sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 31))
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_what_tensorboard_lacks_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = TensorBoardSink(tmp_path, 0)
+    with no_file_beyond(0):
+        sink.write(step_record(1))
+        sink.close()
+        sink.close()
+    (path,) = tmp_path.iterdir()
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {path} cannot be written (File too large): records are kept until it can be",
+        f"warning: for TensorBoard only: {path} cannot be written (File too large): 1 record is lost",
+    ]
+
+
+def test_sessions_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
+    """As after a roll-back."""
+    for _ in range(3):
+        TensorBoardSink(tmp_path, 0).close()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_missing_tensorboard_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(UserError, match=r"pip install tensorboard.*train.logging.tensorboard=false"):
         TensorBoardSink(tmp_path, 0)
 
@@ -345,6 +456,36 @@ def test_wandb_goes_on_in_the_same_run_after_a_resume(tmp_path: Path, monkeypatc
     other = WandbSink("steptron", tmp_path / "other", {})
     other.close()
     assert wandb.inits[2]["id"] != first["id"]
+
+
+@pytest.mark.parametrize("fault", [BrokenPipeError("no service"), RuntimeError("no service")])
+def test_wandb_that_fails_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: Exception
+) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = WandbSink("steptron", tmp_path, {})
+    sink.write(step_record(1))
+
+    def fail(figures: dict[str, float]) -> None:
+        raise fault
+
+    sink._run.log = fail
+    sink.write(step_record(2))
+    sink.write(step_record(3))
+    sink.close()
+    assert wandb.finished == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: Weights & Biases gets nothing more: {type(fault).__name__}: no service; log.jsonl goes on"
+    ]
+
+
+def test_a_wandb_id_that_could_not_be_written_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "wandb_run_id").touch()
+    WandbSink("steptron", tmp_path, {})
+    assert wandb.inits[0]["id"] == (tmp_path / "wandb_run_id").read_text().strip() != ""
 
 
 # ------------------------------------------------------------------------------------- make_sinks
@@ -396,7 +537,7 @@ def test_make_sinks_opens_what_the_configuration_asks_for(
 
 def test_make_sinks_leaves_out_what_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with make_sinks(pretrain_config(tmp_path, tensorboard=False), tmp_path, resume_step=0) as sinks:
         sinks.write(step_record(1))
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
@@ -407,7 +548,7 @@ def test_a_missing_package_stops_before_the_log_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging: dict[str, Any]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     write_all(tmp_path / "log.jsonl", 0, [step_record(1), step_record(2)])
     with pytest.raises(UserError, match="pip install"):
         make_sinks(pretrain_config(tmp_path, **logging), tmp_path, resume_step=1)

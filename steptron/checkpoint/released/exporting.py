@@ -20,7 +20,7 @@ from steptron.checkpoint.released.output import check_output, check_space
 from steptron.checkpoint.released.processes import Report, Transfer, on_every_rank, transfer_group
 from steptron.checkpoint.released.shards import Shard, plan_shards
 from steptron.checkpoint.shares import share_out
-from steptron.checkpoint.weights import CheckpointWeights, same_on_every_rank
+from steptron.checkpoint.weights import CheckpointWeights, refuse_damaged, same_on_every_rank
 from steptron.errors import ConfigError, UserError
 from steptron.model.layer_spec import model_spec
 from steptron.platform.distributed import on_first_rank
@@ -100,6 +100,7 @@ def export_released(
     with lock:
         on_first_rank(title, prepare)
         dist.broadcast_object_list(missing, src=0)
+        refuse_damaged(weights, group=group)
         try:
             on_every_rank(title, lambda: _write(weights, missing[0], folder, report), group)
         except UserError as error:

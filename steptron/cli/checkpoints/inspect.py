@@ -63,7 +63,7 @@ def _show_run(found: Found, as_json: bool) -> None:
     from steptron.checkpoint.found import LEFTOVER, folder_bytes, overview
 
     overviews = [overview(folder) for folder in found.checkpoints]
-    leftovers = {folder: folder_bytes(folder) for folder in (*found.incomplete, *found.partial)}
+    leftovers = {folder: folder_bytes(folder) for folder in found.partial}
     if as_json:
         listed = [_checkpoint_json(one) for one in overviews]
         left = [{"folder": str(folder), "bytes": size} for folder, size in leftovers.items()]

@@ -29,14 +29,15 @@ def prune(
     keep_best: Annotated[int | None, typer.Option(min=0, help="Those of lowest validation loss that stay.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
     sizes_only: Annotated[
-        bool, typer.Option("--sizes-only", help="Test what stays by the files' sizes, without reading it.")
+        bool, typer.Option("--sizes-only", help="Test the newest that stay by the files' sizes, without reading them.")
     ] = False,
 ) -> None:
     """Delete the checkpoints of a run that are not to be kept, and what killed saves have left.
 
     The rule is that of train.checkpoint: the newest, those at multiples of a number of steps, and those of lowest
-    validation loss stay. Nothing is asked; --dry-run shows what would go. One of those that stay must be whole, byte by
-    byte, or nothing is deleted. Refused while a run writes to the folder.
+    validation loss stay. Nothing is asked; --dry-run shows what would go. The newest that stay are read, byte by byte:
+    damaged ones do not count as kept, and nothing is deleted where none is whole. Refused while a run writes to the
+    folder.
     """
     from steptron.checkpoint import retention
     from steptron.checkpoint.found import find, folder_bytes
@@ -49,13 +50,13 @@ def prune(
         with contextlib.nullcontext() if dry_run else _no_run_in(folder):
             found = find(run)
             rule = _rule(found, keep, keep_every, keep_best)
-            doomed = retention.prune(folder, rule, dry_run=True)
-            if doomed:
-                staying = [one for one in found.checkpoints if one not in doomed]
-                _check_what_stays(staying, contents=not (sizes_only or dry_run))
-            sizes = {one: folder_bytes(one) for one in (*doomed, *found.partial)}
+            damaged = set()
+            if retention.doomed(folder, rule):
+                damaged = _damaged(found.checkpoints, rule.keep, contents=not sizes_only)
+            leaving = (*retention.doomed(folder, rule, damaged), *found.partial)
+            sizes = {one: 0 if one.is_symlink() else folder_bytes(one) for one in leaving}
             if not dry_run:
-                retention.prune(folder, rule)
+                retention.prune(folder, rule, damaged)
                 for leftover in found.partial:
                     shutil.rmtree(leftover)
     except OSError as error:
@@ -65,20 +66,12 @@ def prune(
 
 def _rule(found: Found, keep: int | None, keep_every: int | None, keep_best: int | None) -> CheckpointConfig:
     """The rule that the options give, and the run's own where they are silent."""
-    from steptron.checkpoint.manifest import read_config
     from steptron.config.schema import CheckpointConfig
 
     if keep is not None and keep_every is not None and keep_best is not None:
         own = CheckpointConfig()
-    elif found.checkpoints:
-        try:
-            own = read_config(found.checkpoints[-1]).train.checkpoint
-        except UserError as error:
-            raise UserError(
-                f"{error}\ngive --keep, --keep-every and --keep-best: the run's own rule is not known"
-            ) from error
     else:
-        own = CheckpointConfig()
+        own = _rule_of_run(found.checkpoints)
     return CheckpointConfig(
         keep=own.keep if keep is None else keep,
         keep_every_steps=own.keep_every_steps if keep_every is None else keep_every or None,
@@ -86,22 +79,50 @@ def _rule(found: Found, keep: int | None, keep_every: int | None, keep_best: int
     )
 
 
-def _check_what_stays(staying: list[Path], contents: bool) -> None:
-    """Of what stays, something must be whole: otherwise the last good checkpoint could be among those that go."""
+def _rule_of_run(checkpoints: list[Path]) -> CheckpointConfig:
+    """That of the newest checkpoint whose configuration can be read."""
+    from steptron.checkpoint.manifest import read_config
+    from steptron.config.schema import CheckpointConfig
+
+    failure = None
+    for folder in reversed(checkpoints):
+        try:
+            return read_config(folder).train.checkpoint
+        except UserError as error:
+            failure = failure or error
+    if failure is not None:
+        raise UserError(f"{failure}\ngive --keep, --keep-every and --keep-best: the run's own rule is not known")
+    return CheckpointConfig()
+
+
+def _damaged(checkpoints: list[Path], keep: int, contents: bool) -> set[Path]:
+    """Those among the newest that are not whole, so that they do not count as kept: as many are looked for as are kept.
+
+    Raises:
+        UserError: none at all is whole.
+    """
     from rich.console import Console
 
     from steptron.checkpoint.verification import problems
     from steptron.cli.progress import progress
 
     console = Console(markup=False, emoji=False, highlight=False, stderr=True)
-    listed = []
-    for folder in reversed(staying):
+    damaged: dict[Path, str] = {}
+    num_whole = 0
+    for folder in reversed(checkpoints):
         with progress(console, f"verify {folder.name}") as report:
             faults = problems(folder, contents, report=report, threads=READERS)
-        if not faults:
-            return
-        listed.append(f"  {folder}: {faults[0]}")
-    raise UserError("\n".join(["nothing was deleted, because no checkpoint that would stay is whole:", *listed]))
+        if faults:
+            damaged[folder] = f"{folder}: {faults[0]}"
+        else:
+            num_whole += 1
+        if num_whole == keep:
+            break
+    if not num_whole:
+        raise UserError("\n  ".join(["nothing was deleted, because no checkpoint is whole:", *damaged.values()]))
+    for text in damaged.values():
+        typer.echo(f"damaged, not counted: {text}")
+    return set(damaged)
 
 
 def _say(found: Found, sizes: dict[Path, int], rule: CheckpointConfig, dry_run: bool) -> None:

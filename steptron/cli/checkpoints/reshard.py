@@ -55,6 +55,6 @@ def reshard(
             say("states of random generators left out: they belong to another number of processes")
         following = [f"steptron checkpoint inspect {output}"]
         if output.parent.name == "checkpoints":
-            run = " ".join([f"train.output={output.parent.parent}", *given, *([f"--nproc {nproc}"] if nproc else [])])
+            run = " ".join([f"train.output={output.parent.parent}", *given, *([f"--nproc {size}"] if size > 1 else [])])
             following.append(f"steptron pretrain FILE {run}")
         conclude(Transfer(done.num_tensors, done.num_bytes), following)

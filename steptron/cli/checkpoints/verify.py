@@ -32,12 +32,9 @@ def verify(
         num_damaged = _verify(found.checkpoints, sizes_only, threads)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    for folder in found.incomplete:
-        typer.echo(f"{folder}: DAMAGED\n  steptron.json, which is written last, is missing")
     for folder in found.partial:
         typer.echo(f"{folder}: not a checkpoint: {LEFTOVER}")
-    num_damaged += len(found.incomplete)
-    total = len(found.checkpoints) + len(found.incomplete)
+    total = len(found.checkpoints)
     if total > 1:
         typer.echo(f"{total - num_damaged} of {total} checkpoints whole")
     if num_damaged:
