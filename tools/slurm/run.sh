@@ -96,10 +96,14 @@ if [[ ${DOCTOR:-1} != 0 ]]; then
     fi
 fi
 
+if ((stopping)); then # between the two
+    requeue
+fi
 echo "steptron: training; output of rank 0 in $logs/pretrain-0000.log" >&2
 code=0
 run pretrain steptron pretrain "$config" "$@" || code=$?
-if ((code == stopped_exit_code)); then
+# 143: asked to stop in the first instant, before the processes listened.
+if ((code == stopped_exit_code || (stopping && code == 143))); then
     requeue
 elif ((code)); then
     # What failed first says why; the others report that it is gone.
