@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from steptron.checkpoint.checksums import file_sums
+from steptron.checkpoint.manifest import read_manifest, write_manifest
 from steptron.data.tokenizer import Tokenizer, train_tokenizer
 from tests.checkpoint.released.transfers import CASE, do_export, do_import, failure, load_and_save
 from tests.worker_pool import WorkerPool
@@ -91,6 +93,9 @@ def test_a_tokenizer_that_begins_texts(pool: WorkerPool, run: Path, tmp_path: Pa
     begin = json.loads((checkpoint / "tokenizer.json").read_text())["added_tokens"][1]
     settings["bos_token"] = {"content": begin["content"], "__type": "AddedToken"}
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+    manifest = read_manifest(checkpoint)
+    sums = manifest.files | file_sums(checkpoint, ["tokenizer_config.json"])
+    write_manifest(checkpoint, manifest.model_copy(update={"files": sums}))
     pool.run(1, do_export, checkpoint, tmp_path / "out")
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation == {"bos_token_id": begin["id"], "eos_token_id": 0} and begin["id"] != 0
