@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.memory import ALL_PARTS, SMALL_PARTS, estimate, measure
+from benchmarks.memory import ALL_PARTS, SMALL_PARTS, Peak, estimate, measure
 from steptron.config.loader import load
 from steptron.config.schema import PretrainConfig, RecomputePart
 from steptron.model.layer_spec import LayerSpec, model_spec
@@ -51,10 +51,20 @@ GPU = Assumptions("cuda", native=False, products_in_bf16=False, several_document
 )
 def test_the_peak_is_as_measured(pool: WorkerPool, world_size: int, overrides: tuple[str, ...]) -> None:
     """Within 15 %, counting only what comes on top of what is there between steps. That itself within 1 %, where
-    no release is hidden from the measurement."""
+    no release is hidden from the measurement.
+
+    With several processes it may be: a tensor that one of gloo's threads is the last to let go of counts as alive. On a
+    busy machine that happens now and then, and only ever adds: of up to three measurements the least counts."""
     chosen = [*SIZES, *overrides]
-    for rank, peak in enumerate(pool.run(world_size, measure, "nano", chosen)):
-        planned = estimate("nano", world_size, chosen, rank)
+    estimates = [estimate("nano", world_size, chosen, rank) for rank in range(world_size)]
+    peaks: list[Peak] = pool.run(world_size, measure, "nano", chosen)
+    for _ in range(2 if world_size > 1 else 0):
+        above = [peak.measured - planned.peak for peak, planned in zip(peaks, estimates, strict=True)]
+        if all(extra < 0.1 * (planned.peak - planned.fixed) for extra, planned in zip(above, estimates, strict=True)):
+            break
+        again = pool.run(world_size, measure, "nano", chosen)
+        peaks = [min(pair, key=lambda peak: peak.measured) for pair in zip(peaks, again, strict=True)]
+    for peak, planned in zip(peaks, estimates, strict=True):
         assert planned.peak - planned.fixed == pytest.approx(peak.measured - planned.fixed, rel=0.15)
         assert world_size > 1 or planned.fixed == pytest.approx(peak.fixed, rel=0.01)
 
