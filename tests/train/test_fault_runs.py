@@ -265,7 +265,7 @@ def test_damaged_checkpoints_never_crowd_out_whole_ones(pool: WorkerPool, data: 
     keep = ["train.checkpoint.every_steps=2", "train.checkpoint.keep=1"]
     pool.run(2, pretrain, data, tmp_path, 4, [*keep, "train.checkpoint.keep=2"])
     damaged = checkpoint_folder(tmp_path, 4)
-    (damaged / "common.pt").write_bytes(b"")
+    (damaged / ".metadata").write_bytes(b"")
     for outcome in pool.run(2, pretrain, data, tmp_path, 3, keep):
         assert outcome.error == ""
     assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 3), damaged]
