@@ -42,6 +42,16 @@ def partial_folders(root: Path) -> list[Path]:
     return sorted([*root.glob(f"*{_PARTIAL}"), *root.glob(".step_*.replaced-*")])
 
 
+def delete_partial_folders(root: Path) -> None:
+    """Deletes what killed saves and deletions have left in a run's ``checkpoints`` folder.
+
+    Raises:
+        OSError: a folder cannot be deleted.
+    """
+    for folder in partial_folders(root):
+        shutil.rmtree(folder)
+
+
 def put_back(output: Path) -> None:
     """Gives a checkpoint its name back that was moved aside for a new one, when the process died in between."""
     for aside in (output / "checkpoints").glob(".step_*.replaced-*"):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import steptron
 from steptron.checkpoint.checksums import FileSum, file_sums
-from steptron.checkpoint.folder import checkpoint_folder, partial_folders, staging
+from steptron.checkpoint.folder import checkpoint_folder, delete_partial_folders, staging
 from steptron.checkpoint.manifest import CONFIG, Manifest, Progress, write_manifest
 from steptron.checkpoint.matrices import what_failed
 from steptron.checkpoint.planner import Buckets, Plan, Planner
@@ -278,6 +278,5 @@ class _Pending:
 
 
 def _prepare(temporary: Path) -> None:
-    for leftover in partial_folders(temporary.parent):
-        shutil.rmtree(leftover)
+    delete_partial_folders(temporary.parent)
     temporary.mkdir(parents=True)

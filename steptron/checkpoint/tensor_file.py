@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import threading
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from steptron.checkpoint.checksums import FileSum
 
 _BUFFER_BYTES = 1 << 18
+_archiving = threading.Lock()
+"""Whether ``torch.save`` adds a CRC-32, which would be that of one tensor, is each thread's own setting in torch 2.13;
+nothing promises it."""
 _LOCAL_HEADER_BYTES = 30  # of a zip archive's member, before its name and its extra field
 
 
@@ -84,13 +88,14 @@ def _pieces(tensor: torch.Tensor, archives: dict[Any, _Archive]) -> tuple[bytes,
 
 
 def _archive_around(tensor: torch.Tensor) -> _Archive:
-    with_checksum = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        written = io.BytesIO()
-        torch.save(tensor, written)
-    finally:
-        set_crc32_options(with_checksum)
+    written = io.BytesIO()
+    with _archiving:
+        with_checksum = get_crc32_options()
+        set_crc32_options(False)
+        try:
+            torch.save(tensor, written)
+        finally:
+            set_crc32_options(with_checksum)
     content = written.getbuffer()
     with zipfile.ZipFile(written) as archive:
         (member,) = (found for found in archive.infolist() if found.filename.endswith("/data/0"))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from steptron.checkpoint import loading
 from steptron.checkpoint.fit import Filling
-from steptron.checkpoint.folder import checkpoint_folder, partial_folders
+from steptron.checkpoint.folder import checkpoint_folder, delete_partial_folders
 from steptron.checkpoint.manifest import Progress, read_config, read_manifest
 from steptron.checkpoint.newest import Newest, newest_valid
 from steptron.checkpoint.resume import changes, differences
@@ -360,13 +360,9 @@ class Pretraining:
 
     def _delete_leftovers(self) -> None:
         """What a killed save has left takes up room that the log and the next checkpoint may need."""
-
-        def delete() -> None:
-            for folder in partial_folders(self.config.train.output / "checkpoints"):
-                shutil.rmtree(folder)
-
+        root = self.config.train.output / "checkpoints"
         try:
-            on_first_rank("what a killed save has left stays", delete)
+            on_first_rank("what a killed save has left stays", lambda: delete_partial_folders(root))
         except UserError as error:
             self._say(str(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,22 @@ def test_others_go_on_with_checksums_of_their_own(tmp_path: Path) -> None:
     assert get_crc32_options()
     write_tensor_file(tmp_path / "file", [], [(item("a"), torch.zeros(3))])
     assert get_crc32_options()
+
+
+def test_threads_that_write_at_the_same_time_do_not_see_each_other(tmp_path: Path) -> None:
+    shapes = [(rows, columns) for rows in range(1, 16) for columns in range(1, 16)]
+    written = [torch.full(shape, value) for value in (1.0, 2.0) for shape in shapes]
+
+    def write(number: int) -> bytes:
+        path = tmp_path / str(number)
+        write_tensor_file(path, [], [(item(str(index)), tensor) for index, tensor in enumerate(written)])
+        return path.read_bytes()
+
+    with ThreadPoolExecutor(8) as threads:
+        contents = list(threads.map(write, range(8)))
+    assert get_crc32_options()
+    expected = b"".join(saved(tensor) for tensor in written)
+    assert [content == expected for content in contents] == [True] * 8
 
 
 @pytest.mark.parametrize("size", [3, 1 << 20])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +39,7 @@ def prune(
     folder.
     """
     from steptron.checkpoint import retention
+    from steptron.checkpoint.folder import delete_partial_folders
     from steptron.checkpoint.found import find, folder_bytes
 
     found = find(run)
@@ -57,8 +57,7 @@ def prune(
             sizes = {one: 0 if one.is_symlink() else folder_bytes(one) for one in leaving}
             if not dry_run:
                 retention.prune(folder, rule, damaged)
-                for leftover in found.partial:
-                    shutil.rmtree(leftover)
+                delete_partial_folders(folder / "checkpoints")
     except OSError as error:
         raise UserError(f"{run} cannot be pruned: {error}") from error
     _say(found, sizes, rule, dry_run)
