@@ -25,6 +25,7 @@ class _SteptronGroup(LazyGroup):
         "checkpoint": LazyCommand(
             "steptron.cli.checkpoint:app", "Inspect, verify, prune, reshard; move and compare weights."
         ),
+        "metrics": LazyCommand("steptron.cli.metrics:app", "Run a metrics server; list, export and plot what it has."),
         "doctor": LazyCommand("steptron.cli.doctor:doctor", "Test this machine and say what to mend."),
     }
 

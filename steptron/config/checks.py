@@ -20,11 +20,13 @@ from steptron.config.schema import (
     ParallelConfig,
     PretrainConfig,
     Section,
+    TelemetryConfig,
     TrainConfig,
 )
 from steptron.errors import ConfigError
 from steptron.model.layer_spec import ParameterRole, model_spec
 from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES
+from steptron.telemetry.quantities import DEFAULTS
 from steptron_kernels.extension import has_fast_bf16, why_unfit
 
 # torch.nn.functional.grouped_mm, which computes the experts, needs rows of a multiple of 16 bytes.
@@ -72,6 +74,7 @@ def check(
         *_missing_weights(config),
         *_faults(config),
         *_index_cache(config.data.index_cache),
+        *_telemetry(config.telemetry),
         *(_data_folders(config) if check_data else ()),
     ]
     if problems:
@@ -723,6 +726,31 @@ def _index_cache(folder: Path | None) -> Iterator[str]:
     # It need not be writable: a run whose orders are all there only reads them.
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         yield f"data.index_cache ({folder}) is not a folder: name one, which is made where it does not exist"
+
+
+def _telemetry(telemetry: TelemetryConfig) -> Iterator[str]:
+    for field, names in (("every_steps", telemetry.every_steps), ("keep", telemetry.keep)):
+        for name in names:
+            known = name in DEFAULTS or (field == "every_steps" and _is_of_a_role(name))
+            if not known:
+                yield f"telemetry.{field}.{name}: no such quantity; there are {', '.join(sorted(DEFAULTS))}"
+            elif field == "keep" and DEFAULTS[name].keep is None:
+                kept = ", ".join(name for name, quantity in DEFAULTS.items() if quantity.keep is not None)
+                yield f"telemetry.keep.{name}: it is not measured in every micro-batch; those that are: {kept}"
+    if telemetry.server is None:
+        return
+    host, _, port = telemetry.server.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        yield f"telemetry.server ({telemetry.server}) must be host:port, such as localhost:7077"
+    if importlib.util.find_spec("grpc") is None:
+        yield "telemetry.server needs grpcio: `pip install 'steptron[metrics]'`, or leave telemetry.server unset"
+    if telemetry.certificate is not None and not telemetry.certificate.is_file():
+        yield f"telemetry.certificate: there is no file {telemetry.certificate}"
+
+
+def _is_of_a_role(name: str) -> bool:
+    metric, _, role = name.rpartition(".")
+    return metric in DEFAULTS and role in {own.value for own in ParameterRole} and not metric.startswith("moe.")
 
 
 def _data_folders(config: PretrainConfig) -> Iterator[str]:

@@ -591,6 +591,30 @@ class TrainConfig(Section):
         return self.global_batch_size // (self.micro_batch_size * data_ranks)
 
 
+class TelemetryConfig(Section):
+    """What goes to the metrics server, beside the run's own log."""
+
+    server: str | None = Field(None, description="address of the metrics server, host:port; off when unset")
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
+        None, description="name of the run at the server; that of `train.output`'s last folder when unset"
+    )
+    certificate: FilePath | None = Field(
+        None, description="PEM file of the authority that signed the server's certificate; no TLS when unset"
+    )
+    every_steps: dict[str, NonNegativeInt] = Field(
+        default_factory=dict,
+        description="steps between measurements, by quantity, of matrices also by quantity and role; 0: never",
+    )
+    keep: dict[str, Literal["folded", "micro_batches"]] = Field(
+        default_factory=dict,
+        description="what is sent of a quantity that is measured in every micro-batch: every value, or count, sum, "
+        "sum of squares, minimum and maximum of the step",
+    )
+    spool_gb: PositiveFloat = Field(
+        1.0, description="GiB per rank in `train.output` for what the server has not yet taken"
+    )
+
+
 class PretrainConfig(Section):
     """The whole configuration of `steptron pretrain`."""
 
@@ -601,6 +625,9 @@ class PretrainConfig(Section):
     data: DataConfig = Field(description="data")
     optimizer: OptimizerConfig = Field(description="optimizer")
     train: TrainConfig = Field(description="training loop")
+    telemetry: TelemetryConfig = Field(
+        default_factory=TelemetryConfig, description="measurements for the metrics server"
+    )
 
     @model_validator(mode="before")
     @classmethod

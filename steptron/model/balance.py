@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from steptron.model.moe_watch import MoeWatch
 from steptron.model.router import Routing
 
 
@@ -45,6 +46,7 @@ class BalanceContext:
             micro-batch.
         num_valid: non-padding tokens of the micro-batch, over all its ranks.
         group: the tensor x context ranks that share the tokens of the micro-batch; None: this rank has them all.
+        watch: looks at what the layers do besides; None: nothing does.
     """
 
     num_groups: int
@@ -52,6 +54,7 @@ class BalanceContext:
     valid_T: torch.Tensor | None
     num_valid: int
     group: dist.ProcessGroup | None = None
+    watch: MoeWatch | None = None
     layers: dict[int, LayerBalance] = field(default_factory=dict)
 
     def observe(self, layer_index: int, routing: Routing) -> torch.Tensor:
@@ -64,6 +67,8 @@ class BalanceContext:
         with torch.no_grad():
             selected_T = probabilities_TE.gather(1, routing.experts_TK).sum(dim=-1)
             confidence = _masked_mean(selected_T, self.valid_T, self.num_valid)
+            if self.watch is not None:
+                self.watch.routed(layer_index, probabilities_TE, selected_T, tokens_per_expert_E, self.valid_T)
         self.layers[layer_index] = LayerBalance(tokens_per_expert_E, loss.detach(), confidence)
         return self.coefficient * loss
 

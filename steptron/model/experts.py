@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from steptron.config.schema import RecomputePart
 from steptron.model.layer_spec import MoeFfnSpec
 from steptron.model.transformer_config import StepConfig
 from steptron_kernels.experts.plan import RowPlan
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Looks at the rows of a forward pass of experts.
+
+    Attributes:
+        look: gets the rows [N, H] that the experts are applied to where it wants them, int64 [E] rows of each expert,
+            and fp32 [N, 2] squared norms of each row's intermediate and output
+            (:func:`steptron_kernels.experts.plain.experts`).
+        wants_inputs: whether it does.
+    """
+
+    look: Callable[[Tensor | None, Tensor, Tensor], None]
+    wants_inputs: bool
 
 
 class GroupedExperts(MegatronModule):
@@ -39,6 +58,7 @@ class GroupedExperts(MegatronModule):
         tokens_per_expert_E: torch.Tensor,
         weights: torch.Tensor,
         plan: RowPlan | None,
+        rows: ExpertRows | None = None,
     ) -> torch.Tensor:
         """Weighted expert outputs (:func:`steptron_kernels.experts.plain.experts`).
 
@@ -47,11 +67,13 @@ class GroupedExperts(MegatronModule):
             tokens_per_expert_E: int64 [E].
             weights: fp32 [N]; with a plan [T, K].
             plan: which token each row is a copy of.
+            rows: looks at the rows; None: nothing does.
 
         Returns:
             [N, H]; with a plan [T, H], summed over each token's experts.
         """
-        return self._experts(
+        squared_norms_N2 = None if rows is None else x.new_empty(weights.numel(), 2, dtype=torch.float32)
+        y: Tensor = self._experts(
             x,
             self.gate_up_projection,
             self.down_projection,
@@ -62,4 +84,11 @@ class GroupedExperts(MegatronModule):
             self.spec.clamp_after_silu,
             recompute_rows="moe_permutation" in self._recompute,
             recompute_product="activation" in self._recompute,
+            squared_norms=squared_norms_N2,
         )
+        if rows is not None and squared_norms_N2 is not None:
+            x_NH = None
+            if rows.wants_inputs:
+                x_NH = x if plan is None else x.index_select(0, plan.slot_N // plan.rows_TK.shape[1])
+            rows.look(x_NH, tokens_per_expert_E, squared_norms_N2)
+        return y

@@ -14,6 +14,7 @@ from steptron.model.dispatch import Dispatched, Dispatcher, ExpertParallelDispat
 from steptron.model.experts import GroupedExperts
 from steptron.model.ffn import DenseFfn
 from steptron.model.layer_spec import MoeFfnSpec
+from steptron.model.moe_watch import MoeWatch
 from steptron.model.router import Router, Routing
 from steptron.model.transformer_config import StepConfig
 from steptron_kernels.recompute import not_kept, recomputed
@@ -49,17 +50,19 @@ class MoeFfn(MegatronModule):
         """[S, B, H] -> [S, B, H]; with ``balance``, routing is recorded and the EP loss attached."""
         h_TH = h.reshape(-1, h.shape[-1])
         routing = self.router(h_TH)
+        watch = None
         if balance is not None:
+            watch = balance.watch
             loss = balance.observe(self.layer_index, routing)
             if balance.coefficient:
                 h_TH = AttachLoss.apply(h_TH, loss)
         if self.config.overlap_expert_communication:
-            output_TH = self._overlapped(h_TH, routing)
+            output_TH = self._overlapped(h_TH, routing, watch)
         else:
-            output_TH = self._routed(h_TH, routing) + self.shared(h_TH)
+            output_TH = self._routed(h_TH, routing, watch) + self.shared(h_TH)
         return output_TH.view_as(h)
 
-    def _routed(self, h_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def _routed(self, h_TH: torch.Tensor, routing: Routing, watch: MoeWatch | None) -> torch.Tensor:
         """Sum over each token's experts, [T, H]."""
 
         def dispatch(h_TH: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
@@ -68,11 +71,12 @@ class MoeFfn(MegatronModule):
         x, tokens_per_expert_E, weights, plan, combine = recomputed(
             dispatch, h_TH, routing.weights_TK, when=self._dispatch_again
         )
+        look = None if watch is None else watch.experts(self.layer_index, self.experts, routing.experts_TK.numel())
         with not_kept(x):
-            y = self.experts(x, tokens_per_expert_E, weights, plan)
+            y = self.experts(x, tokens_per_expert_E, weights, plan, rows=look)
         return combine(y)
 
-    def _overlapped(self, h_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def _overlapped(self, h_TH: torch.Tensor, routing: Routing, watch: MoeWatch | None) -> torch.Tensor:
         """The whole sum, the shared expert on a stream of its own while tokens travel.
 
         It is started first: sending waits for the number of rows, and the host with it. The backward, which goes
@@ -85,7 +89,7 @@ class MoeFfn(MegatronModule):
         h_TH.record_stream(side)
         with torch.cuda.stream(side):
             shared_TH = self.shared(h_TH)
-        routed_TH = self._routed(h_TH, routing)
+        routed_TH = self._routed(h_TH, routing, watch)
         main.wait_stream(side)
         shared_TH.record_stream(main)
         return routed_TH + shared_TH

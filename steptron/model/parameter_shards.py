@@ -10,6 +10,7 @@ model's initialisation, checkpoints, the planner and the optimizer's table read 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -242,3 +243,37 @@ def matrices_of(shard: ParameterShard) -> list[MatrixPlace]:
     if covered != shard.size:
         raise ValueError(f"{name}: its matrices fill {covered} of {shard.size} elements")
     return places
+
+
+@dataclass(frozen=True)
+class HeldMatrix:
+    """A logical matrix or vector, or one expert's, in the flattened tensor of a rank's part.
+
+    Attributes:
+        part: the part that the rank holds.
+        expert: number of the expert in the whole layer; None for other matrices.
+        shape: of the whole matrix.
+        start, stop: of the flattened local tensor.
+    """
+
+    part: MatrixShard
+    expert: int | None
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def held_matrices(shard: ParameterShard) -> Iterator[HeldMatrix]:
+    """Every logical matrix or vector of a rank's part, each expert's apart, in the order of memory; rows that fill a
+    vocabulary up are in none."""
+    parameter = shard.parameter
+    stack, inner = (shard.shape[0], shard.shape[1:]) if parameter.is_expert else (1, shard.shape)
+    columns = math.prod(inner[1:])
+    for index in range(stack):
+        for part in shard.matrices:
+            start, stop = ((index * inner[0] + row) * columns for row in part.rows)
+            shape = parameter.matrix_shape(part.matrix)
+            if parameter.is_expert:
+                yield HeldMatrix(part, part.range[0] + index, shape[1:], start, stop)
+            else:
+                yield HeldMatrix(part, None, shape, start, stop)

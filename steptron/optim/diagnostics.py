@@ -77,14 +77,14 @@ class MuonDiagnostics:
         if every is None or step % every:
             return
         # Ranks that share cut matrices must sample the same of them, whatever else each owns.
-        cut = [piece.name for piece in self._muon.owned if _is_cut(piece)]
-        whole = [piece.name for piece in self._muon.owned if not _is_cut(piece)]
+        cut = [piece.name for piece in self._muon.owned if is_cut(piece)]
+        whole = [piece.name for piece in self._muon.owned if not is_cut(piece)]
         self._sampled = {name for names in (cut, whole) for name in _turn(names, step // every, self._config.sample)}
-        self._muon.probe = self
+        self._muon.probes.append(self)
 
     @torch.no_grad()
     def record(self, update: Update) -> None:
-        cut = _is_cut(update.pieces[0])
+        cut = is_cut(update.pieces[0])
         columns = update.o_NRC.new_full((len(update.pieces), 5), torch.nan, dtype=torch.float64)
         columns[:, 0] = update.largest_N
         sizes = update.o_NRC[0].numel()
@@ -101,9 +101,9 @@ class MuonDiagnostics:
 
     def end(self, step: int) -> None:
         """After the step."""
-        if self._muon.probe is not self:
+        if self not in self._muon.probes:
             return
-        self._muon.probe = None
+        self._muon.probes.remove(self)
         matrices = [
             self._diagnostics(name, values)
             for names, columns in self._parts
@@ -142,7 +142,8 @@ def stable_rank(g_RC: Tensor) -> Tensor:
     return torch.where(largest > 0, gram_RR.trace() / torch.linalg.eigvalsh(gram_RR)[-1].clamp(min=1e-30), 0.0)
 
 
-def _is_cut(piece: OwnedPiece) -> bool:
+def is_cut(piece: OwnedPiece) -> bool:
+    """Whether tensor parallelism cuts the matrix."""
     place = piece.piece.matrix
     assert place is not None
     return not place.is_whole

@@ -33,6 +33,7 @@ class Update:
         scales: what multiplies each orthogonal matrix, besides the learning rate.
         o_NRC: fp32, the orthogonal matrices, whole and wide: those of matrices taller than wide are transposed.
         largest_N: fp32, each matrix's largest |entry| of the iteration.
+        rates: learning rate of each.
         whole: brings tensors [n] of some of the matrices into the form of ``o_NRC``; where tensor parallelism cuts
             them, a collective that all its ranks must take part in.
     """
@@ -42,6 +43,7 @@ class Update:
     scales: Sequence[float]
     o_NRC: Tensor
     largest_N: Tensor
+    rates: Sequence[float]
     whole: Callable[[Sequence[OwnedPiece], Sequence[Tensor]], Tensor]
 
 
@@ -73,7 +75,7 @@ class Muon:
         ValueError: a piece is no logical matrix.
 
     Attributes:
-        probe: looks at every update while it is set.
+        probes: look at every update while they are here.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Muon:
         tensor_group: dist.ProcessGroup | None = None,
         deterministic: bool = False,
     ) -> None:
-        self.probe: Probe | None = None
+        self.probes: list[Probe] = []
         self._config = config
         self._owned = list(owned)
         self._polar_express = polar_express
@@ -145,19 +147,25 @@ class Muon:
             m_NRC = torch.cat([m_NRC, m_NRC.new_zeros(batch.size - len(pieces), *m_NRC.shape[1:])])
         o_NRC, largest_N = self._polar_express(m_NRC, self._rows, self._dtype)
         o_NRC, largest_N = o_NRC[: len(pieces)], largest_N[: len(pieces)]
-        if self.probe is not None:
-            momentum = [self._momentum[index] for index in batch.indices]
-            scales = [self._scale(piece) for piece in pieces]
-            self.probe.record(Update(pieces, momentum, scales, o_NRC, largest_N, self._whole))
+        if self.probes:
+            update = Update(
+                pieces,
+                [self._momentum[index] for index in batch.indices],
+                [self._scale(piece) for piece in pieces],
+                o_NRC,
+                largest_N,
+                [lr * piece.piece.rule.lr_multiplier for piece in pieces],
+                self._whole,
+            )
+            for probe in self.probes:
+                probe.record(update)
         o_NRC.masked_fill_(~largest_N.isfinite()[:, None, None], 0.0)
         for index, piece, o_RC in zip(batch.indices, pieces, o_NRC, strict=True):
-            place, rule = _place(piece), piece.piece.rule
-            rows, columns = place.whole_shape
-            own = _own_part(o_RC.t() if rows > columns else o_RC, piece)
+            rule = piece.piece.rule
             scaled = lr * rule.lr_multiplier
-            weight = self._master.weights[index].view(place.shape)
+            weight = self._master.weights[index].view(_place(piece).shape)
             weight.mul_(1 - scaled * rule.weight_decay)
-            weight.add_(own, alpha=-scaled * self._scale(piece))
+            weight.add_(_oriented(o_RC, piece), alpha=-scaled * self._scale(piece))
         return largest_N
 
     def _direction(self, index: int) -> Tensor:
@@ -199,7 +207,9 @@ def _cut_axis(piece: OwnedPiece) -> int:
     return 1 - place.part.axis if rows > columns else place.part.axis
 
 
-def _own_part(o_RC: Tensor, piece: OwnedPiece) -> Tensor:
-    """Of a whole matrix this rank's part."""
+def _oriented(o_RC: Tensor, piece: OwnedPiece) -> Tensor:
+    """Of a whole wide matrix this rank's part, in the shape that the piece has."""
     place = _place(piece)
-    return o_RC if place.is_whole else o_RC.chunk(place.part.count, dim=place.part.axis)[place.part.index]
+    rows, columns = place.whole_shape
+    own = o_RC.t() if rows > columns else o_RC
+    return own if place.is_whole else own.chunk(place.part.count, dim=place.part.axis)[place.part.index]

@@ -5,12 +5,11 @@ Built from the buffers' plans, that is from what the trainer does, before it all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from steptron.model.layer_spec import ModelSpec, ParameterRole
-from steptron.model.parameter_shards import MatrixShard, ParameterShard
+from steptron.model.parameter_shards import HeldMatrix, MatrixShard, ParameterShard, held_matrices
 from steptron.optim.buffer_plan import BufferPlan, Piece
 from steptron.optim.ownership import Reduction
 from steptron.optim.rules import Algorithm
@@ -126,7 +125,7 @@ def holding(
     for shard in untrained:
         is_bias = shard.parameter.role is ParameterRole.ROUTER_BIAS
         updated_by = BIAS_UPDATE if is_bias and biases_are_updated else FROZEN
-        rows += [_without_owner(shard, run, updated_by) for run in _runs(shard)]
+        rows += [_without_owner(shard, run, updated_by) for run in held_matrices(shard)]
     buffers = (_summary(plan, min(ranks_by_cell[plan.replicas]), element_size) for plan in plans)
     return Holding(tuple(rows), tuple(buffers))
 
@@ -196,34 +195,8 @@ def console_lines(whole: Holding) -> list[str]:
 # ---------------------------------------------------------------------------------------- rows
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A logical matrix, or one expert's, in the flattened tensor of a rank's part."""
-
-    part: MatrixShard
-    expert: int | None
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def _runs(shard: ParameterShard) -> Iterator[_Run]:
-    """Every logical matrix of a rank's part, in the order of memory; rows that fill a vocabulary up are in none."""
-    parameter = shard.parameter
-    stack, inner = (shard.shape[0], shard.shape[1:]) if parameter.is_expert else (1, shard.shape)
-    columns = math.prod(inner[1:])
-    for index in range(stack):
-        for part in shard.matrices:
-            start, stop = ((index * inner[0] + row) * columns for row in part.rows)
-            shape = parameter.matrix_shape(part.matrix)
-            if parameter.is_expert:
-                yield _Run(part, part.range[0] + index, shape[1:], start, stop)
-            else:
-                yield _Run(part, None, shape, start, stop)
-
-
 def _rows(plan: BufferPlan, piece: Piece, ranks: Sequence[int], is_copy: bool) -> Iterator[Row]:
-    for run in _runs(piece.shard):
+    for run in held_matrices(piece.shard):
         start, stop = max(run.start, piece.start), min(run.stop, piece.stop)
         if start < stop:
             yield Row(
@@ -245,7 +218,7 @@ def _rows(plan: BufferPlan, piece: Piece, ranks: Sequence[int], is_copy: bool) -
             )
 
 
-def _without_owner(shard: ParameterShard, run: _Run, updated_by: str) -> Row:
+def _without_owner(shard: ParameterShard, run: HeldMatrix, updated_by: str) -> Row:
     return Row(
         matrix=run.part.matrix.name,
         expert=run.expert,

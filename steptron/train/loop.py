@@ -38,6 +38,8 @@ from steptron.planning.parameters import count_parameters
 from steptron.platform import determinism
 from steptron.platform.distributed import on_first_rank
 from steptron.platform.random_state import seed_generators
+from steptron.telemetry.off import NoTelemetry
+from steptron.telemetry.stopwatch import Stopwatch
 from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.checkpointing import Checkpointing
 from steptron.train.faults import FaultPolicy, LossSpikes, RollBack
@@ -103,7 +105,8 @@ class Pretraining:
         self._delete_leftovers()
         # The folder's table stays that of the run that has ended.
         show = None if is_complete else self._show_ownership
-        self.step = TrainStep(config, self.mesh, self.device, initial, before_buffers=show)
+        self._stopwatch = None if config.telemetry.server is None else Stopwatch(device)
+        self.step = TrainStep(config, self.mesh, self.device, initial, show, self._stopwatch)
         self.batches = BatchSchedule(config.train)
         self.checkpointing = Checkpointing(config, self._datasets, self.step, self._say, damaged)
         self.policy = FaultPolicy(config.train.faults)
@@ -167,17 +170,22 @@ class Pretraining:
         missing: list[EventRecord] = []
         while True:
             try:
-                with self._sinks() as sinks, self._diagnostics() as diagnostics:
+                with self._sinks() as sinks, self._diagnostics() as diagnostics, self._telemetry() as telemetry:
                     for event in missing:
                         sinks.write(event)
-                    return self._train(stop, sinks, profiler, diagnostics)
+                    return self._train(stop, sinks, profiler, diagnostics, telemetry)
             except RollBack as fault:
                 events.append(self._roll_back(fault))
             # Earlier ones are still in the log, but for those beyond a checkpoint older than theirs.
             missing = [event for event in events[:-1] if event.step > self.progress.step] + events[-1:]
 
     def _train(
-        self, stop: StopRequest, sinks: Sinks, profiler: StepProfiler | None, diagnostics: MuonDiagnostics | None
+        self,
+        stop: StopRequest,
+        sinks: Sinks,
+        profiler: StepProfiler | None,
+        diagnostics: MuonDiagnostics | None,
+        telemetry: NoTelemetry,
     ) -> bool:
         train = self.config.train
         meter = Meter(self.config, self.mesh, self.device)
@@ -195,7 +203,8 @@ class Pretraining:
             data_seconds = time.perf_counter() - waited
             if diagnostics is not None:
                 diagnostics.begin(index + 1)
-            flags = Flags(stop.requested, self.checkpointing.is_written)
+            telemetry.begin(index + 1)
+            flags = Flags(stop.requested, self.checkpointing.is_written, telemetry.checkpoint_requested())
             rejected, result = None, None
             try:
                 result = self.step.run(batches, lr, bias_rate, flags, self._judging(spikes))
@@ -204,6 +213,8 @@ class Pretraining:
                 rejected, observed = fault, fault.observed
             if diagnostics is not None:
                 diagnostics.end(index + 1)
+            consumed = self.progress.consumed_tokens + observed.counts.valid
+            telemetry.end(result, consumed, {"train.learning_rate": lr, "train.batch_size": batch_size})
             if profiler is not None:
                 profiler.end(index + 1, observed.counts.valid)
             if observed.all_written:
@@ -213,12 +224,13 @@ class Pretraining:
                 self.policy.accepted(index + 1)
                 spikes.accept(observed.losses.lm)
             else:
+                telemetry.event("skipped", str(rejected))
                 self._decide(rejected, batch_size)
             self.progress = replace(
                 self.progress,
                 step=index + 1,
                 consumed_sequences=self.progress.consumed_sequences + batch_size,
-                consumed_tokens=self.progress.consumed_tokens + observed.counts.valid,
+                consumed_tokens=consumed,
                 recent_losses=spikes.recent,
             )
             done = self.progress.step == train.steps
@@ -229,22 +241,29 @@ class Pretraining:
                 meter.count(result, data_seconds)
                 if _due(self.progress.step, train.logging.every_steps) or done or stopping:
                     # Every rank takes part in the record; one writes it.
-                    sinks.write(meter.record(self.progress, result, batch_size, lr, bias_rate))
+                    record = meter.record(self.progress, result, batch_size, lr, bias_rate)
+                    sinks.write(record)
+                    telemetry.note("train.model_tflops", record.model_tflops)
             validation_loss = None
             if self.validation_data is not None and (_due(self.progress.step, train.validation.every_steps) or done):
                 self._doing(f"validation at step {self.progress.step}")
-                record = validate(self.config, self.validation_data, self.step, self.mesh, self.progress.step)
-                sinks.write(record)
-                validation_loss = record.lm_loss
+                validation = validate(self.config, self.validation_data, self.step, self.mesh, self.progress.step)
+                sinks.write(validation)
+                validation_loss = validation.lm_loss
+                telemetry.note("validation.lm_loss", validation_loss)
                 meter.restart()
             # After the validation, whose loss it notes: a run that resumes has nothing to make up for.
-            due = _due(self.progress.step, train.checkpoint.every_steps) or done
+            due = _due(self.progress.step, train.checkpoint.every_steps) or done or observed.save_requested
             if (due or stopping) and train.faults.replica_check_every_steps is not None:
                 self._check_replicas()
             if due or stopping:
                 self._doing(f"checkpoint at step {self.progress.step}")
                 self.checkpointing.save(self.progress, validation_loss, clips=due, last=done or stopping)
+                telemetry.event("checkpoint", "an alert asked for it" if observed.save_requested else "")
                 meter.restart()
+            if done or stopping:
+                telemetry.event("finished", "" if done else "stopped as asked")
+            telemetry.send()
             if stopping:
                 return False
             if profiler is not None and profiler.write():
@@ -406,6 +425,13 @@ class Pretraining:
             raise UserError(f"Muon's diagnostics cannot be written: {error}") from error
         with log:
             yield MuonDiagnostics(muon, config, log, answers_for_cut=self.mesh.tensor_rank == 0)
+
+    def _telemetry(self) -> NoTelemetry:
+        if self._stopwatch is None:
+            return NoTelemetry()
+        from steptron.telemetry.run import Telemetry
+
+        return Telemetry(self.config, self.step, self._stopwatch, self._say)
 
     def _show_ownership(self, chunks: ModelChunks, plans: Sequence[BufferPlan]) -> None:
         table = report_ownership(self.config, chunks, plans, self.mesh)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from steptron.model.chunks import ModelChunks, build_chunks
 from steptron.model.init import initialise
 from steptron.model.kernels import choose_kernels
 from steptron.model.layer_spec import ModelSpec, model_spec
+from steptron.model.moe_watch import MoeWatch
 from steptron.model.transformer_config import DTYPES, transformer_config
 from steptron.optim.buffer_plan import BufferPlan
 from steptron.optim.build import build_optimizer
@@ -31,6 +33,9 @@ from steptron.train.clipping import WeightClipping
 from steptron.train.losses import TokenCounts, count_tokens, loss_coefficients
 from steptron_kernels.polar_express.choose import choose
 
+if TYPE_CHECKING:
+    from steptron.telemetry.stopwatch import Stopwatch
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -39,10 +44,12 @@ class Flags:
     Attributes:
         stop_requested: it was asked to stop.
         save_written: it has written its part of a checkpoint.
+        save_requested: it was asked for a checkpoint.
     """
 
     stop_requested: bool = False
     save_written: bool = False
+    save_requested: bool = False
 
 
 class RejectedStep(Exception):
@@ -90,6 +97,7 @@ class Observation:
             without MoE layers.
         stop_requested: some process was asked to stop.
         all_written: every process has written its part of a checkpoint.
+        save_requested: some process was asked for a checkpoint.
     """
 
     losses: Losses
@@ -98,6 +106,7 @@ class Observation:
     confidence: float | None
     stop_requested: bool
     all_written: bool
+    save_requested: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,19 @@ class StepResult:
 
     observed: Observation
     gradient_norm: float
+
+
+class StepProbes(Protocol):
+    """Looks at a step."""
+
+    def watch(self, micro_batches: int) -> Sequence[MoeWatch | None]:
+        """What looks at each micro-batch."""
+
+    def before_update(self, lr: float) -> None:
+        """The step is accepted, and gradients are as the optimizer gets them."""
+
+    def after_update(self) -> None:
+        """The optimizer has made its update."""
 
 
 _NO_FLAGS = Flags()
@@ -124,9 +146,11 @@ class TrainStep:
         initial: weights to start from; drawn at random when None.
         before_buffers: called with the model and the plans of its buffers, before gradients and optimizer state get
             memory.
+        stopwatch: times attention; None: nothing does.
 
     Attributes:
         weight_clipping: watches the experts' outputs; None where ``optimizer.weight_clipping`` is off.
+        probes: look at a step while they are set.
     """
 
     def __init__(
@@ -136,12 +160,16 @@ class TrainStep:
         device: torch.device,
         initial: Weights | None = None,
         before_buffers: Callable[[ModelChunks, Sequence[BufferPlan]], object] | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
+        self.probes: StepProbes | None = None
         self.config = config
         self.mesh = mesh
         self.device = device
         self.spec: ModelSpec = model_spec(config.model, config.train.recompute)
         self.kernels = choose_kernels(config.train, config.parallel, device)
+        if stopwatch is not None:
+            self.kernels = replace(self.kernels, attention=stopwatch.timing(self.kernels.attention))
         self.engine_config = transformer_config(
             config.model,
             config.parallel,
@@ -198,9 +226,10 @@ class TrainStep:
             flags: of this process; handed on to every rank.
         """
         counts = count_tokens(batches, self.config.loss.mtp_train_depths, self.mesh.groups.dp)
+        watches = [None] * len(batches) if self.probes is None else self.probes.watch(len(batches))
         contexts = [
-            self._balance_context(batch, num_valid, counts)
-            for batch, num_valid in zip(batches, counts.local_valid, strict=True)
+            self._balance_context(batch, num_valid, counts, watch)
+            for batch, num_valid, watch in zip(batches, counts.local_valid, watches, strict=True)
         ]
         self.sharded.gradients.zero()
         self._chunks.train()
@@ -238,7 +267,11 @@ class TrainStep:
             raise
         if self.config.optimizer.clip_grad_norm:
             clip_gradients(self.sharded.owned, norm, self.config.optimizer.clip_grad_norm)
+        if self.probes is not None:
+            self.probes.before_update(lr)
         self.optimizer.step(lr)
+        if self.probes is not None:
+            self.probes.after_update()
         self.sharded.gather.start()
         if not self.config.optimizer.sharding.overlap_gather:
             self.sharded.gather.wait()
@@ -265,13 +298,16 @@ class TrainStep:
         sums = self._run([(batch, None) for batch in batches], counts, forward_only=True)
         return self.mesh.add_up(sums), counts
 
-    def _balance_context(self, batch: MicroBatch, num_valid: int, counts: TokenCounts) -> BalanceContext:
+    def _balance_context(
+        self, batch: MicroBatch, num_valid: int, counts: TokenCounts, watch: MoeWatch | None
+    ) -> BalanceContext:
         return BalanceContext(
             num_groups=self._ep_groups,
             coefficient=self._ep_coefficient * num_valid / max(counts.valid, 1),
             valid_T=None if num_valid == batch.documents_BS.numel() else self._own_tokens(batch.documents_BS >= 0),
             num_valid=num_valid,
             group=self.mesh.groups.tp_cp,
+            watch=watch,
         )
 
     def _own_tokens(self, values_BS: torch.Tensor) -> torch.Tensor:
@@ -335,8 +371,8 @@ class TrainStep:
         if self.mesh.groups.tp_cp.rank() > 0:
             means[0] = 0.0  # the loss of a micro-batch is the same on all its ranks: the first reports it
         self.mesh.add_up(tokens_LE)
-        told = means.new_tensor([flags.stop_requested, flags.save_written])
-        *totals, ep_loss, confidence, stops, written = self.mesh.add_up(torch.cat([sums, means, told])).tolist()
+        told = means.new_tensor([flags.stop_requested, flags.save_written, flags.save_requested])
+        *totals, ep_loss, confidence, stops, written, saves = self.mesh.add_up(torch.cat([sums, means, told])).tolist()
         return Observation(
             self._losses(totals, counts, ep_loss if num_layers else None),
             counts,
@@ -344,6 +380,7 @@ class TrainStep:
             confidence if num_layers else None,
             stop_requested=stops > 0,
             all_written=written == dist.get_world_size(),
+            save_requested=saves > 0,
         )
 
     def _losses(self, sums: list[float], counts: TokenCounts, ep_loss: float | None) -> Losses:

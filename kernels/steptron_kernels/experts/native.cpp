@@ -146,14 +146,26 @@ Panels<T> expert_panels(const at::Tensor& matrices, int64_t expert, int64_t dept
   return packed_panels<T>(data, depth);
 }
 
+float sum_of_squares(const float* values, int64_t n) {
+  return sum_over(n, [&](int64_t j) { return values[j] * values[j]; });
+}
+
+float* squares_of(const at::Tensor& squared_norms, int64_t rows) {
+  TORCH_CHECK(squared_norms.scalar_type() == at::kFloat && squared_norms.is_contiguous() && squared_norms.dim() == 2 &&
+                  squared_norms.size(0) == rows && squared_norms.size(1) == 2,
+              "squared_norms: expected contiguous float32 [", rows, ", 2], got ", squared_norms.sizes());
+  return squared_norms.mutable_data_ptr<float>();
+}
+
 template <typename T>
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const std::optional<at::Tensor>& slot,
                                            const std::optional<at::Tensor>& rows_of, const at::Tensor& gate_up,
                                            const at::Tensor& down, const at::Tensor& tokens_per_expert,
                                            const at::Tensor& weights, int64_t width, std::optional<double> limit,
-                                           bool clamp_after_silu) {
+                                           bool clamp_after_silu, const std::optional<at::Tensor>& squared_norms) {
   const Layout layout = lay_out(tokens_per_expert);
   check(x, slot, rows_of, layout.first.back(), weights);
+  float* squares = squared_norms ? squares_of(*squared_norms, layout.first.back()) : nullptr;
   const int64_t hidden = x.size(1), filled = layout.first_filled.back();
   const Source source = source_of(x, slot, rows_of);
   const float *weight = contiguous_data_of(weights, "weights"), bound = limit_of(limit);
@@ -175,9 +187,17 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const std::optio
     std::fill_n(activated.data() + block.rows * width, (block.filled_rows - block.rows) * width, 0.0f);
     int64_t ld = width;
     const T* down_left = left_operand(activated.data(), ld, block.filled_rows, width, rounded);
+    float* output = y_data + block.filled_row * hidden;
     multiply_block(block.filled_rows, 0, hidden, padded_depth<T>(width), down_left, ld,
-                   expert_panels<T>(down, block.expert, width), y_data + block.filled_row * hidden, hidden, false);
+                   expert_panels<T>(down, block.expert, width), output, hidden, false);
     release<T>();
+    if (squares != nullptr) {
+      for (int64_t r = 0; r < block.rows; ++r) {
+        const float w = weight[source.weight(block.row + r)];  // 0 gives 0 / 0: not measured
+        squares[2 * (block.row + r)] = sum_of_squares(activated.data() + r * width, width) / w / w;
+        squares[2 * (block.row + r) + 1] = sum_of_squares(output + r * hidden, hidden) / w / w;
+      }
+    }
   });
   return {collect(x, rows_of, layout, y), projected};
 }
@@ -306,9 +326,11 @@ std::tuple<at::Tensor, at::Tensor> experts_forward(const at::Tensor& x, const st
                                                    const std::optional<at::Tensor>& rows_of, const at::Tensor& gate_up,
                                                    const at::Tensor& down, const at::Tensor& tokens_per_expert,
                                                    const at::Tensor& weights, int64_t width,
-                                                   std::optional<double> limit, bool clamp_after_silu) {
+                                                   std::optional<double> limit, bool clamp_after_silu,
+                                                   const std::optional<at::Tensor>& squared_norms) {
   auto run = gate_up.scalar_type() == at::kBFloat16 ? forward<bf16> : forward<float>;
-  return run(x, slot, rows_of, gate_up, down, tokens_per_expert, weights, width, limit, clamp_after_silu);
+  return run(x, slot, rows_of, gate_up, down, tokens_per_expert, weights, width, limit, clamp_after_silu,
+             squared_norms);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> experts_backward(
@@ -350,7 +372,8 @@ TORCH_LIBRARY_FRAGMENT(steptron_kernels, library) {
   library.def("row_plan(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)", &row_plan);
   library.def(
       "experts(Tensor x, Tensor? slot, Tensor? rows_of, Tensor gate_up, Tensor down, Tensor tokens_per_expert, "
-      "Tensor weights, int width, float? limit, bool clamp_after_silu) -> (Tensor, Tensor)",
+      "Tensor weights, int width, float? limit, bool clamp_after_silu, Tensor(a!)? squared_norms=None) "
+      "-> (Tensor, Tensor)",
       &experts_forward);
   library.def(
       "experts_backward(Tensor dy, Tensor x, Tensor? slot, Tensor? rows_of, Tensor gate_up, Tensor down, "

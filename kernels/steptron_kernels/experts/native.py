@@ -41,6 +41,7 @@ class Experts:
         *,
         recompute_rows: bool = False,
         recompute_product: bool = False,
+        squared_norms: Tensor | None = None,
     ) -> Tensor:
         """Rows and products are never kept, but made again piece by piece: what asks for that changes nothing."""
         experts, hidden, width = down_EHF.shape
@@ -62,6 +63,7 @@ class Experts:
             plan,
             limit,
             clamp_after_silu,
+            squared_norms,
             self._packed,
         )
         return y
@@ -70,7 +72,17 @@ class Experts:
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, x, gate_up_EMH, down_EHF, tokens_per_expert_E, weights, plan, limit, clamp_after_silu, packed
+        ctx: Any,
+        x,
+        gate_up_EMH,
+        down_EHF,
+        tokens_per_expert_E,
+        weights,
+        plan,
+        limit,
+        clamp_after_silu,
+        squared_norms,
+        packed,
     ) -> Tensor:
         slot_N, rows_TK = (None, None) if plan is None else (plan.slot_N, plan.rows_TK)
         width = down_EHF.shape[-1]
@@ -85,6 +97,7 @@ class _Experts(torch.autograd.Function):
             width,
             limit,
             clamp_after_silu,
+            squared_norms,
         )
         ctx.save_for_backward(x, gate_up_EMH, down_EHF, tokens_per_expert_E, weights, projected, slot_N, rows_TK)
         ctx.options = (width, limit, clamp_after_silu)
@@ -107,4 +120,4 @@ class _Experts(torch.autograd.Function):
             projected,
             *ctx.options,
         )
-        return dx, d_gate_up, d_down, None, d_weights, None, None, None, None
+        return dx, d_gate_up, d_down, None, d_weights, None, None, None, None, None

@@ -43,6 +43,7 @@ def experts(
     *,
     recompute_rows: bool = False,
     recompute_product: bool = False,
+    squared_norms: Tensor | None = None,
 ) -> Tensor:
     """Outputs of the experts, each times its routing weight.
 
@@ -60,6 +61,8 @@ def experts(
         clamp_after_silu: where the gate is clamped (:func:`steptron_kernels.swiglu.plain.swiglu`).
         recompute_rows: gather the rows that a plan says again in the backward, instead of keeping them.
         recompute_product: do so with the weighted activations, the input of the second product.
+        squared_norms: fp32 [N, 2], gets, if given, of each row ||h||^2 of the activations and ||y||^2 of the output,
+            both before the routing weight (computed from the weighted ones, divided by w^2; NaN where w is 0).
 
     Returns:
         [N, H]; with a plan [T, H], summed over each token's experts.
@@ -78,12 +81,22 @@ def experts(
         return (swiglu(gate_up, limit, clamp_after_silu) * weights_N.unsqueeze(-1)).to(gate_up.dtype)
 
     hidden = recomputed(product, gate_up, weights_N, when=recompute_product)
+    if squared_norms is not None:
+        _squared_norms(hidden, weights_N, squared_norms[:, 0])
     with not_kept(hidden):
         y_NH = grouped_linear(hidden, down_EHF, tokens_per_expert_E)
+    if squared_norms is not None:
+        _squared_norms(y_NH, weights_N, squared_norms[:, 1])
     if plan is None:
         return y_NH
     y_TH: Tensor = _Gather.apply(y_NH, token_N, plan.rows_TK)
     return y_TH
+
+
+@torch.no_grad()
+def _squared_norms(rows: Tensor, weights_N: Tensor, out_N: Tensor) -> None:
+    norms_N = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32))
+    out_N.copy_((norms_N / weights_N).square())
 
 
 class _Scatter(torch.autograd.Function):
