@@ -16,6 +16,7 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import termios
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -31,12 +32,16 @@ from steptron.config.tree import dump_scalar
 from steptron.data.manifest import read_manifest
 from steptron.train.records import ValidationRecord, read_records
 from steptron.train.stop import STOPPED_EXIT_CODE
+from steptron_metrics.errors import MetricsError
+from steptron_metrics.server.local import running
+from steptron_metrics.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_FOLDER = Path("runs/quickstart")
 CONFIG = Path("configs/pretrain/tiny-quickstart.yaml")
 VOCABULARY = 4096
 PROMPT = "def "
+RUN_NAME = "train"  # at the metrics server: the name of the run's folder
 SHORT_RUN_STEPS = 100  # runs below it get a warm-up in proportion: the configuration's 20 steps are for longer ones
 SILENCE_LIMIT_SECONDS = 900  # a step that prints nothing for so long is taken for stuck
 STOP_LIMIT_SECONDS = 330  # silence allowed to a step that was asked to stop: `steptron pretrain` gives itself 300
@@ -64,6 +69,7 @@ class Step:
         resumable: the command goes on from what an earlier run of it has left; the results of other
             commands are removed before a new run.
         shows_result: the step's output is its result: shown again when the step is reused.
+        aside: further arguments that the result does not depend on.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Step:
     results: tuple[Path, ...]
     resumable: bool = False
     shows_result: bool = False
+    aside: Command = ()
 
 
 @dataclass(frozen=True)
@@ -137,8 +144,9 @@ def run_steps(steps: Sequence[Step], folder: Path, run: Callable[[Command, Path]
                 remove_old(step, ours=record is not None)
             record = Record(step.command, made_from, uuid.uuid4().hex, done=False)
             record.write(record_file)
-            print(f"  $ {shown(step.command)}", flush=True)
-            status = run(step.command, log)
+            command = (*step.command, *step.aside)
+            print(f"  $ {shown(command)}", flush=True)
+            status = run(command, log)
             if status != 0:
                 raise StepFailedError(f"step {number} ({step.name}) failed with exit status {status}; its log: {log}")
             for result in step.results:
@@ -188,11 +196,13 @@ class Quickstart:
         folder: where everything is written.
         nproc: processes of the pre-training.
         steps: optimizer steps instead of those of the configuration file.
+        metrics_server: address that the training sends its measurements to.
     """
 
     folder: Path
     nproc: int
     steps: int | None = None
+    metrics_server: str | None = None
 
     @property
     def corpus(self) -> Path:
@@ -205,6 +215,15 @@ class Quickstart:
     @property
     def run(self) -> Path:
         return self.folder / "train"
+
+    @property
+    def metrics(self) -> Path:
+        """Folder of the metrics server."""
+        return self.folder / "metrics"
+
+    @property
+    def experts_plot(self) -> Path:
+        return self.run / "experts.png"
 
     def pretrain(self, steps: int | None) -> Command:
         """The command of the pre-training; overrides only where it departs from the configuration file."""
@@ -244,6 +263,13 @@ class Quickstart:
                 self.pretrain(self.steps),
                 (self.run,),
                 resumable=True,
+                aside=() if self.metrics_server is None else (f"telemetry.server={self.metrics_server}",),
+            ),
+            Step(
+                "experts",
+                "Picture of the experts' activation norms",
+                ("metrics", "plot", str(self.metrics), RUN_NAME, str(self.experts_plot)),
+                (self.experts_plot,),
             ),
             Step(
                 "generate",
@@ -258,7 +284,12 @@ class Quickstart:
         """What has come of it, as pairs of label and text."""
         records = read_records(self.run / "log.jsonl")
         last_step = max(record.step for record in records)
-        lines = [("checkpoints", str(self.run / "checkpoints")), ("loss plot", str(self.run / "loss.png"))]
+        lines = [
+            ("checkpoints", str(self.run / "checkpoints")),
+            ("loss plot", str(self.run / "loss.png")),
+            ("experts' norms", str(self.experts_plot)),
+            ("metrics page", f"{shown(('metrics', 'serve', '--folder', str(self.metrics)))} shows what was measured"),
+        ]
         validations = [record for record in records if isinstance(record, ValidationRecord)]
         if validations:
             entropy = read_manifest(self.data).validation.unigram_entropy
@@ -369,6 +400,21 @@ def _hand_on_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+# ------------------------------------------------------------------------------------------ metrics
+
+
+def metrics_settings(folder: Path) -> Settings:
+    """A server at the usual ports, or at free ones where those are taken."""
+    usual = Settings(folder)
+    for port in (usual.port, usual.http_port):
+        with socket.socket() as probe:
+            try:
+                probe.bind((usual.host, port))
+            except OSError:
+                return replace(usual, port=0, http_port=0)
+    return usual
+
+
 # ------------------------------------------------------------------------------------------ the command
 
 
@@ -410,8 +456,12 @@ def main() -> int:
     start = time.monotonic()
     quickstart = Quickstart(options.folder, options.nproc, options.steps)
     try:
-        run_steps(quickstart.list_steps(), quickstart.folder, run_command)
-    except (StepFailedError, OSError) as error:
+        quickstart.metrics.mkdir(parents=True, exist_ok=True)
+        with running(metrics_settings(quickstart.metrics)) as server:
+            print(f"metrics server: http://{server.http_address}/ shows the training while it runs", flush=True)
+            quickstart = replace(quickstart, metrics_server=server.address)
+            run_steps(quickstart.list_steps(), quickstart.folder, run_command)
+    except (StepFailedError, MetricsError, OSError) as error:
         print(f"\nquickstart: {error}", file=sys.stderr)
         return 1
     except (InterruptedStepError, KeyboardInterrupt):

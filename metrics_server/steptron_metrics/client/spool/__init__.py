@@ -1,0 +1,1 @@
+"""Frames on disk until the server takes them: segments in a folder that one process at a time has."""

@@ -1,0 +1,1 @@
+"""What people and other programs read: the HTTP API, Prometheus' endpoint and the page."""

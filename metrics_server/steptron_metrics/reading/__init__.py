@@ -1,0 +1,1 @@
+"""Reading what a server has stored: as data frames, and as files for other tools."""

@@ -1,0 +1,1 @@
+"""From the frames of an iteration to what is kept of it: complete iterations are found, reduced and derived from."""

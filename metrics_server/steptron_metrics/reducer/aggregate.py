@@ -1,0 +1,322 @@
+"""Aggregates of an iteration's frames: for each metric and layer, statistics of every item over all its samples.
+
+What counts as a sample:
+
+- Folding none: each micro-batch of each rank (a rank, where it has one value for the iteration).
+- Folded moments: count, mean, rms, minimum and maximum come exactly from the moments; median and p99 are those of the
+  ranks' means, each with the same weight, whatever its count. Where some ranks fold an item and others do not, median
+  and p99 are those of the samples and the means together, and the others are still exact.
+- Sums and roots of sums of squares: the values of all ranks make one sample. It is not measured when a part is NaN,
+  since it would be too small without. When ranks are missing it is that of the others.
+
+NaN is not measured and does not count. Infinities are values: a maximum of inf is seen, and makes the mean inf.
+Median and p99 are interpolated linearly. Sums are made in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from steptron_metrics.protocol.description import Combination, Folding, Series
+from steptron_metrics.reducer.layout import Body, Layout, Layouts
+from steptron_metrics.reducer.statistics import Moments, quantiles, ragged
+from steptron_metrics.results import STATISTICS, Aggregate
+
+MAX_ITEMS = 1 << 22
+"""Of an iteration, all metrics and layers together; the aggregates of so many take up 117 MB."""
+BLOCK = 1 << 18
+"""Values that are worked on at a time: with their float64 copy they stay in a core's cache."""
+
+
+class _Part(NamedTuple):
+    """Where a group's values of some items of a series lie: row r of item i at ``start + r * stride + i``."""
+
+    group: int
+    start: int
+    stride: int
+    rows: int
+    folding: Folding
+    combination: Combination
+
+    @property
+    def signature(self) -> tuple[int, int, Folding, Combination]:
+        return self.group, self.rows, self.folding, self.combination
+
+
+class _Piece(NamedTuple):
+    """Consecutive items that the same series hold: ``width`` columns of the result from ``target`` on."""
+
+    target: int
+    width: int
+    parts: tuple[_Part, ...]
+
+
+@dataclass
+class _Group:
+    """Frames of one body: ``values[i]`` float32 [body.size], firsts int64 [frames, len(body.singles)]."""
+
+    body: Body
+    values: list[np.ndarray] = field(default_factory=list)
+    firsts: list[np.ndarray] = field(default_factory=list)
+
+
+class _Share(NamedTuple):
+    """What a group says of a metric's layer; ``firsts`` int64 [frames] where they differ, in a series with one item."""
+
+    first: int
+    width: int
+    part: _Part
+    firsts: np.ndarray | None
+
+
+def reduce(
+    frames: Sequence[tuple[tuple[Series, ...], np.ndarray]], ranks: Sequence[int] | None = None
+) -> list[Aggregate]:
+    """Reduces frames, one a rank.
+
+    Args:
+        frames: of each its description, and its values, float32 [sum of the series' sizes].
+        ranks: of each, which rank sent it: the item of single values of metrics whose items are ranks in the catalogue,
+            whatever their description says. None: their descriptions say it.
+
+    Returns:
+        Aggregates by metric and layer.
+
+    Raises:
+        ValueError: values do not fit their description, or there are more than ``MAX_ITEMS`` items.
+    """
+    layouts = Layouts(lambda content: ())
+    known: dict[int, Layout] = {}
+    for series, _ in frames:
+        if id(series) not in known:
+            known[id(series)] = layouts.make(series)
+    return reduce_frames([(known[id(series)], values) for series, values in frames], ranks)
+
+
+def reduce_frames(frames: Sequence[tuple[Layout, np.ndarray]], ranks: Sequence[int] | None = None) -> list[Aggregate]:
+    """:func:`reduce` where the layouts are known."""
+    groups = _grouped(frames, ranks)
+    shares = _shares(groups)
+    keys = sorted(shares)
+    items = [
+        max(share.first + share.width if share.firsts is None else int(share.firsts.max()) + 1 for share in shares[key])
+        for key in keys
+    ]
+    if sum(items) > MAX_ITEMS:
+        raise ValueError(f"{sum(items)} items in all metrics and layers together; at most {MAX_ITEMS} are taken")
+    values = np.full((len(STATISTICS), sum(items)), np.nan, np.float32)
+    values[0] = 0
+    batches: dict[tuple[object, ...], list[_Piece]] = {}
+    aggregates, start = [], 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        for key, number in zip(keys, items, strict=True):
+            of_key = shares[key]
+            if any(share.firsts is not None for share in of_key):
+                values[:, start : start + number] = _scattered(groups, of_key, number)
+            else:
+                for piece in _pieces(of_key, start):
+                    batches.setdefault(tuple(part.signature for part in piece.parts), []).append(piece)
+            aggregates.append(Aggregate(*key, values[:, start : start + number]))
+            start += number
+        for pieces in batches.values():
+            pieces.sort(key=lambda piece: piece.parts[0].start)
+            for chunk in _chunks(groups, pieces):
+                columns = np.concatenate([np.arange(piece.target, piece.target + piece.width) for piece in chunk])
+                values[:, columns] = _dense(groups, chunk)
+    return aggregates
+
+
+def _grouped(frames: Sequence[tuple[Layout, np.ndarray]], ranks: Sequence[int] | None) -> list[_Group]:
+    groups: dict[int, _Group] = {}
+    for number, (layout, values) in enumerate(frames):
+        if values.size != layout.body.size:
+            raise ValueError(f"{values.size} values for a description of {layout.body.size}")
+        firsts = layout.firsts
+        if ranks is not None and layout.body.of_rank.size:
+            firsts = firsts.copy()
+            firsts[layout.body.of_rank] = ranks[number]
+        group = groups.setdefault(id(layout.body), _Group(layout.body))
+        group.values.append(values)
+        group.firsts.append(firsts)
+    return list(groups.values())
+
+
+def _shares(groups: Sequence[_Group]) -> dict[tuple[str, int], list[_Share]]:
+    shares: dict[tuple[str, int], list[_Share]] = {}
+    for number, group in enumerate(groups):
+        firsts = np.stack(group.firsts)
+        varied = (firsts != firsts[0]).any(axis=0)
+        single = {index: column for column, index in enumerate(group.body.singles)}
+        for index, (series, start) in enumerate(zip(group.body.series, group.body.offsets, strict=True)):
+            part = _Part(number, start, series.count, series.rows, series.folding, series.combination)
+            column = single.get(index)
+            if column is None:
+                share = _Share(series.first, series.count, part, None)
+            elif varied[column]:
+                share = _Share(0, 1, part, firsts[:, column])
+            else:
+                share = _Share(int(firsts[0, column]), 1, part, None)
+            shares.setdefault((series.metric, series.layer), []).append(share)
+    return shares
+
+
+def _pieces(shares: Sequence[_Share], target: int) -> Iterator[_Piece]:
+    """Cuts a metric's items where a series begins or ends, so that the same series hold all items of a piece."""
+    if len(shares) == 1:
+        share = shares[0]
+        yield _Piece(target + share.first, share.width, (share.part,))
+        return
+    edges = sorted({edge for share in shares for edge in (share.first, share.first + share.width)})
+    at = {edge: number for number, edge in enumerate(edges)}
+    parts: list[list[_Part]] = [[] for _ in edges]
+    for share in shares:
+        for number in range(at[share.first], at[share.first + share.width]):
+            offset = edges[number] - share.first
+            parts[number].append(share.part._replace(start=share.part.start + offset) if offset else share.part)
+    for number, among in enumerate(parts):
+        if among:
+            yield _Piece(target + edges[number], edges[number + 1] - edges[number], tuple(among))
+
+
+def _chunks(groups: Sequence[_Group], pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces of one signature together, or parts of large ones, of about ``BLOCK`` values."""
+    height = sum(len(groups[part.group].values) * part.rows for part in pieces[0].parts)
+    width = max(BLOCK // height, 1)
+    chunk: list[_Piece] = []
+    room = width
+    for piece in pieces:
+        if chunk and piece.width > room:
+            yield chunk
+            chunk, room = [], width
+        for start in range(0, piece.width, width):
+            if start:
+                yield chunk
+                chunk, room = [], width
+            cut = min(width, piece.width - start)
+            parts = tuple(part._replace(start=part.start + start) if start else part for part in piece.parts)
+            chunk.append(_Piece(piece.target + start, cut, parts))
+            room -= cut
+    if chunk:
+        yield chunk
+
+
+def _fetch(groups: Sequence[_Group], chunk: Sequence[_Piece], number: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The values of the chunk's part ``number``: column of the chunk, float32 [frames, rows, width], side by side."""
+    first = chunk[0].parts[number]
+    frames, rows = groups[first.group].values, first.rows
+    column = index = 0
+    while index < len(chunk):
+        part, width = chunk[index].parts[number], chunk[index].width
+        index += 1
+        if rows == 1 or part.stride == width:
+            # Series that follow each other come in one copy a frame.
+            begin, end = part.start, part.start + rows * width
+            inside = [width]
+            while index < len(chunk):
+                after = chunk[index].parts[number]
+                if after.start != end or not (rows == 1 or after.stride == chunk[index].width):
+                    break
+                inside.append(chunk[index].width)
+                end += rows * inside[-1]
+                index += 1
+            block = np.concatenate([values[begin:end] for values in frames]).reshape(len(frames), end - begin)
+            if rows == 1:
+                inside = [end - begin]
+            at = 0
+            for width in inside:
+                yield column, block[:, at : at + rows * width].reshape(len(frames), rows, width)
+                at += rows * width
+                column += width
+        else:
+            span = (rows - 1) * part.stride + width
+            block = np.empty((len(frames), rows, width), np.float32)
+            for row, values in zip(block, frames, strict=True):
+                inside_frame = values[part.start : part.start + span]
+                row[:] = np.lib.stride_tricks.as_strided(
+                    inside_frame, (rows, width), (part.stride * values.itemsize, values.itemsize)
+                )
+            yield column, block
+            column += width
+
+
+def _dense(groups: Sequence[_Group], chunk: Sequence[_Piece]) -> np.ndarray:
+    """float32 [7, columns of the chunk], whose pieces have the same signature."""
+    width = sum(piece.width for piece in chunk)
+    parts = chunk[0].parts
+    heights = [_height(groups, part) for part in parts]
+    combinations = sorted({part.combination for part in parts} - {Combination.SAMPLES})
+    plain = sum(height for height, part in zip(heights, parts, strict=True) if part.folding is Folding.NONE)
+    raw = plain + len(combinations)
+    folded = sum(heights) - plain
+    # Samples first, then what combinations make, then means of what is folded.
+    samples = np.empty((width, raw + folded), np.float32)
+    added = {combination: np.zeros(width) for combination in combinations}
+    moments = Moments(width)
+    begin = {Folding.NONE: 0, Folding.MOMENTS: raw}
+    for number, (part, height) in enumerate(zip(parts, heights, strict=True)):
+        rows = slice(begin[part.folding], begin[part.folding] + height)
+        begin[part.folding] += height
+        for column, block in _fetch(groups, chunk, number):
+            where = slice(column, column + block.shape[2])
+            if part.folding is Folding.MOMENTS:
+                samples[where, rows] = moments.add_folded(block, where).T
+            elif part.combination is Combination.SAMPLES:
+                samples[where, rows] = block.reshape(height, -1).T
+            else:
+                added[part.combination][where] += _powers(part.combination, block[:, 0]).sum(axis=0)
+    for column, combination in enumerate(combinations, start=plain):
+        samples[:, column] = _whole(combination, added[combination])
+    moments.add_samples(samples[:, :raw])
+    return moments.statistics(quantiles(samples))
+
+
+def _height(groups: Sequence[_Group], part: _Part) -> int:
+    """How many samples a part has of each of its items, before parts of a sum are added."""
+    if part.combination is not Combination.SAMPLES:
+        return 0
+    return len(groups[part.group].values) * (1 if part.folding is Folding.MOMENTS else part.rows)
+
+
+def _powers(combination: Combination, values: np.ndarray) -> np.ndarray:
+    exact: np.ndarray = values.astype(np.float64)
+    return np.square(exact) if combination is Combination.ROOT_SUM_SQUARES else exact
+
+
+def _whole(combination: Combination, total: np.ndarray) -> np.ndarray:
+    return np.sqrt(total) if combination is Combination.ROOT_SUM_SQUARES else total
+
+
+def _scattered(groups: Sequence[_Group], shares: Sequence[_Share], items: int) -> np.ndarray:
+    """float32 [7, items] of a metric's layer of which ranks of one group send different items."""
+    item, samples = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+    folded_item, means = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+    added: dict[Combination, np.ndarray] = {}
+    folded = Moments(items)
+    for share in shares:
+        part = share.part
+        ((_, block),) = _fetch(groups, [_Piece(0, share.width, (part,))], 0)
+        firsts = np.array([share.first]) if share.firsts is None else share.firsts
+        of = np.broadcast_to((firsts[:, None] + np.arange(share.width))[:, None], block.shape)
+        if part.folding is Folding.MOMENTS:
+            for frame, at in zip(block, of[:, 0], strict=True):
+                folded_item.append(at)
+                means.append(folded.add_folded(frame[None], at)[0])
+        elif part.combination is Combination.SAMPLES:
+            item.append(of.ravel())
+            samples.append(block.ravel())
+        else:
+            total = added.setdefault(part.combination, np.zeros((2, items)))
+            total[0] += np.bincount(of.ravel(), _powers(part.combination, block).ravel(), items)
+            total[1] += np.bincount(of.ravel(), minlength=items)
+    for combination, (total, parts) in added.items():
+        item.append(np.flatnonzero(parts))
+        samples.append(_whole(combination, total[parts > 0]).astype(np.float32))
+    moments, both = ragged(items, np.concatenate(item), np.concatenate(samples))
+    if len(means) > 1:
+        moments.add(folded)
+        _, both = ragged(items, np.concatenate(item + folded_item), np.concatenate(samples + means))
+    return moments.statistics(both)

@@ -1,0 +1,460 @@
+"""Which iterations can be reduced.
+
+The tracker hears of every frame in the journal, in any order, and after a restart of all of them again. It does no
+input or output but through what it is given, and has no clock.
+
+- A frame counts once for (run, session, iteration, rank): the first one.
+- An iteration is due when all ranks have sent, or ``partial_after_seconds`` after the first frame of it that is in no
+  result yet. When more ranks come after a partial result it is due again, with all frames, when it is whole or as long
+  after the first of them; never with fewer ranks than the store already has it from.
+- Iterations of a session from the first one of a later session on are void: a run that resumed makes them again.
+- A session's number of ranks is what its first frame says; frames that say otherwise, or of ranks beyond, are refused.
+
+Of an iteration that is done a number remains, the ranks that it was made from (``Spans``). One that waits for ranks
+takes up 24 bytes a frame and a bit a rank; those with a partial result are kept so that late ranks can still complete
+it. When all together take up more than ``max_bytes``, the oldest partial results are closed, then the longest waiting
+iterations are made due early.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+
+from steptron_metrics.reducer.job import FRAME, Job
+from steptron_metrics.reducer.spans import Spans
+from steptron_metrics.results import Event
+
+if TYPE_CHECKING:
+    from steptron_metrics.journal.tail import Notice
+
+MAX_EVENTS = 1000
+"""Events of an iteration that are kept."""
+_PACK = struct.Struct("<IIIIQ").pack
+_OVERHEAD = 700
+"""Bytes that a waiting iteration takes up beside frames and ranks, measured."""
+
+_Key = tuple[str, int, int]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class _Table(Generic[K, V]):
+    """Small numbers for things that frames refer to; a thing is forgotten with the last frame that does."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, V] = {}
+        self._numbers: dict[K, int] = {}
+        self._keys: dict[int, K] = {}
+        self._uses: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def use(self, key: K, make: Callable[[], V]) -> int:
+        """The number of a thing, which ``make`` makes where it has none, for one more frame."""
+        number = self._numbers.get(key)
+        if number is None:
+            value = make()
+            number = self._free.pop() if self._free else len(self.values)
+            self.values[number], self._numbers[key], self._keys[number], self._uses[number] = value, number, key, 0
+        self._uses[number] += 1
+        return number
+
+    def release(self, numbers: np.ndarray) -> list[V]:
+        """Takes back one use for each of the numbers; what is forgotten."""
+        gone = []
+        for number, uses in zip(*(part.tolist() for part in np.unique(numbers, return_counts=True)), strict=True):
+            self._uses[number] -= uses
+            if not self._uses[number]:
+                del self._numbers[self._keys.pop(number)], self._uses[number]
+                self._free.append(number)
+                gone.append(self.values.pop(number))
+        return gone
+
+
+class _Waiting:
+    """An iteration with frames that may still have to be reduced.
+
+    Attributes:
+        frames: FRAME records, whose segment and description are numbers in the run's tables.
+        seen: a bit for each rank.
+        size: bytes that it takes up, about.
+        in_flight: a job is out whose result is not stored yet.
+        deadline: when it is due even so; None where no frame has come since the last job, or the time is over.
+        expired: the time is over.
+    """
+
+    __slots__ = (
+        "consumed_tokens",
+        "deadline",
+        "dropped",
+        "ended_ns",
+        "events",
+        "expired",
+        "frames",
+        "in_flight",
+        "seconds",
+        "seen",
+        "size",
+    )
+
+    def __init__(self, world_size: int) -> None:
+        self.frames = bytearray()
+        self.seen = bytearray((world_size + 7) // 8)
+        self.size = 0
+        self.in_flight = False
+        self.deadline: float | None = None
+        self.expired = False
+        self.ended_ns = 0
+        self.seconds = 0.0
+        self.consumed_tokens = 0
+        self.dropped = 0
+        self.events: list[tuple[int, Event]] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.frames) // FRAME.itemsize
+
+
+class _Session:
+    """Attributes:
+    world_size: None while no frame of it has come.
+    first: its least iteration; None while it has none.
+    end: from this iteration on it is void.
+    done: ranks that the results in the store were made from; 0 where there never will be one.
+    """
+
+    __slots__ = ("done", "end", "first", "waiting", "world_size")
+
+    def __init__(self) -> None:
+        self.world_size: int | None = None
+        self.first: int | None = None
+        self.end: float = float("inf")
+        self.done = Spans()
+        self.waiting: dict[int, _Waiting] = {}
+
+
+class _Run:
+    def __init__(self) -> None:
+        self.sessions: dict[int, _Session] = {}
+        self.segments: _Table[str, str] = _Table()
+        self.descriptions: _Table[int, bytes] = _Table()
+        self.ready: list[tuple[int, int]] = []  # heap of sessions and iterations; some may no longer be due
+        self.queued = False  # among those that have turns
+
+
+class Tracker:
+    """See the module's docstring. Not for several threads.
+
+    Args:
+        partial_after_seconds: how long ranks are waited for.
+        describe: the serialized description of a frame; raises ``KeyError`` when its segment is gone.
+        stored: for each iteration of a run that is in the store, (session_ns, iteration), how many ranks it was made
+        from;
+            called when the run is first heard of.
+        max_bytes: for what waits.
+
+    Attributes:
+        ignored: frames that changed nothing, by reason: "duplicate", "void", "refused" and "gone".
+        num_bytes: what is waiting takes up, about.
+    """
+
+    def __init__(
+        self,
+        partial_after_seconds: float,
+        describe: Callable[[Notice], bytes],
+        stored: Callable[[str], Mapping[tuple[int, int], int]],
+        max_bytes: int = 512 << 20,
+    ) -> None:
+        self._after = partial_after_seconds
+        self._describe = describe
+        self._stored = stored
+        self._max_bytes = max_bytes
+        self._runs: dict[str, _Run] = {}
+        self._turns: deque[str] = deque()
+        self._deadlines: deque[tuple[float, _Key]] = deque()
+        self._closable: OrderedDict[_Key, None] = OrderedDict()  # those with a result and nothing new
+        self._in_flight: set[_Key] = set()
+        self.ignored: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """Jobs have to be taken and done before more frames are taken in."""
+        return self.num_bytes > self._max_bytes and any(run.ready for run in self._runs.values())
+
+    def take(self, notices: Iterable[Notice], now: float) -> None:
+        """Hears of frames.
+
+        Args:
+            notices: of frames in the journal.
+            now: seconds of a clock that never goes back.
+        """
+        for notice in notices:
+            run = self._runs.get(notice.run) or self._learn(notice.run)
+            session = run.sessions.get(notice.session_ns)
+            if session is None:
+                session = run.sessions[notice.session_ns] = _Session()
+                self._order(notice.run, run)
+            reason = self._take(run, session, notice, now)
+            if reason is not None:
+                self.ignored[reason] += 1
+        self._shrink()
+
+    def due(self, now: float, limit: int) -> list[Job]:
+        """Takes out at most ``limit`` jobs that are due: the oldest of a run first, the runs in turn."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._expire(*self._deadlines.popleft())
+        jobs: list[Job] = []
+        while self._turns and len(jobs) < limit:
+            name = self._turns.popleft()
+            run = self._runs.get(name)
+            job = self._next(name, run) if run is not None else None
+            if job is not None:
+                jobs.append(job)
+                self._turns.append(name)
+            elif run is not None:
+                run.queued = False
+        return jobs
+
+    def next_deadline(self) -> float | None:
+        """When something may become due without a further frame."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def wants(self, run: str, session_ns: int, iteration: int) -> bool:
+        """Whether a job's result is still to be stored: neither deleted nor void since."""
+        waiting = self._at((run, session_ns, iteration))
+        return waiting is not None and waiting.in_flight
+
+    def done(self, run: str, session_ns: int, iteration: int, num_ranks: int) -> None:
+        """The result of a job is in the store."""
+        key = (run, session_ns, iteration)
+        waiting = self._at(key)
+        if waiting is None or not waiting.in_flight:
+            return
+        session = self._runs[run].sessions[session_ns]
+        session.done.put(iteration, max(num_ranks, session.done.get(iteration) or 0))
+        waiting.in_flight = False
+        self._in_flight.discard(key)
+        if num_ranks == session.world_size:
+            self._forget(key)
+        else:
+            self._settle(key)
+
+    def drop(self, run: str, session_ns: int, iteration: int) -> None:
+        """An iteration cannot be reduced (again): its values are gone."""
+        key = (run, session_ns, iteration)
+        if self._at(key) is not None:
+            self._close(key)
+
+    def is_done(self, run: str, session_ns: int, iteration: int) -> bool:
+        """Whether everything heard of an iteration is in the store, or never will be."""
+        of_run = self._runs.get(run)
+        session = of_run.sessions.get(session_ns) if of_run is not None else None
+        if session is None:
+            return False
+        if iteration >= session.end:
+            return True
+        ranks = session.done.get(iteration)
+        waiting = session.waiting.get(iteration)
+        return ranks is not None and (waiting is None or waiting.count <= ranks)
+
+    def forget(self, run: str) -> None:
+        """The run has been deleted. Frames of it that still come are those of a new run."""
+        of_run = self._runs.get(run)
+        if of_run is not None:
+            for session_ns, session in of_run.sessions.items():
+                for iteration in list(session.waiting):
+                    self._forget((run, session_ns, iteration))
+            del self._runs[run]
+
+    def _at(self, key: _Key) -> _Waiting | None:
+        name, session_ns, iteration = key
+        run = self._runs.get(name)
+        session = run.sessions.get(session_ns) if run is not None else None
+        return session.waiting.get(iteration) if session is not None else None
+
+    def _learn(self, name: str) -> _Run:
+        run = self._runs[name] = _Run()
+        for (session_ns, iteration), ranks in sorted(self._stored(name).items()):
+            session = run.sessions.setdefault(session_ns, _Session())
+            session.done.put(iteration, ranks)
+            session.first = session.done.first()
+        self._order(name, run)
+        return run
+
+    def _order(self, name: str, run: _Run) -> None:
+        """Works out where sessions end, and drops what is void."""
+        end = float("inf")
+        for session_ns in sorted(run.sessions, reverse=True):
+            session = run.sessions[session_ns]
+            if end < session.end:
+                session.end = end
+                for iteration in [one for one in session.waiting if one >= end]:
+                    self._forget((name, session_ns, iteration))
+            if session.first is not None:
+                end = min(end, session.first)
+
+    def _take(self, run: _Run, session: _Session, notice: Notice, now: float) -> str | None:
+        """Takes one frame in; why not."""
+        iteration, rank = notice.iteration, notice.rank
+        if iteration >= session.end:
+            return "void"
+        if session.world_size is None:
+            session.world_size = notice.world_size
+        waiting = session.waiting.get(iteration)
+        ranks = session.done.get(iteration)
+        if notice.world_size != session.world_size or not 0 <= rank < session.world_size:
+            if waiting is None and ranks is None:
+                session.done.put(iteration, 0)
+            return "refused"
+        if ranks == session.world_size:
+            return "duplicate"
+        byte, bit = rank >> 3, 1 << (rank & 7)
+        if waiting is not None and waiting.seen[byte] & bit:
+            return "duplicate"
+        try:
+            description = run.descriptions.use(notice.description_id, lambda: self._remember(notice))
+        except KeyError:
+            return "gone"
+        segment = run.segments.use(notice.segment, lambda: notice.segment)
+        key = (notice.run, notice.session_ns, iteration)
+        if waiting is None:
+            waiting = session.waiting[iteration] = _Waiting(session.world_size)
+            self._grow(waiting, _OVERHEAD + len(waiting.seen))
+        waiting.seen[byte] |= bit
+        waiting.frames += _PACK(rank, segment, description, notice.length, notice.offset)
+        self._grow(waiting, FRAME.itemsize)
+        waiting.ended_ns = max(waiting.ended_ns, notice.ended_ns)
+        waiting.seconds = max(waiting.seconds, notice.seconds)
+        waiting.consumed_tokens = max(waiting.consumed_tokens, notice.consumed_tokens)
+        waiting.dropped += notice.dropped
+        for event in notice.events[: MAX_EVENTS - len(waiting.events)]:
+            waiting.events.append((rank, event))
+            self._grow(waiting, 200 + len(event.detail))
+        if waiting.deadline is None and not waiting.expired:
+            waiting.deadline = now + self._after
+            self._deadlines.append((waiting.deadline, key))
+            self._closable.pop(key, None)
+        if waiting.count == session.world_size:
+            self._settle(key)
+        if session.first is None or iteration < session.first:
+            session.first = iteration
+            self._order(notice.run, run)
+        return None
+
+    def _remember(self, notice: Notice) -> bytes:
+        content = self._describe(notice)
+        self.num_bytes += len(content)
+        return content
+
+    def _grow(self, waiting: _Waiting, size: int) -> None:
+        waiting.size += size
+        self.num_bytes += size
+
+    def _expire(self, deadline: float, key: _Key) -> None:
+        waiting = self._at(key)
+        if waiting is not None and waiting.deadline == deadline:
+            waiting.deadline = None
+            waiting.expired = True
+            self._settle(key)
+
+    def _settle(self, key: _Key) -> None:
+        """Queues an iteration that is due, or marks it as one that has nothing new."""
+        name, session_ns, iteration = key
+        run = self._runs[name]
+        session = run.sessions[session_ns]
+        waiting = session.waiting[iteration]
+        if self._is_due(session, iteration, waiting):
+            heapq.heappush(run.ready, (session_ns, iteration))
+            if not run.queued:
+                run.queued = True
+                self._turns.append(name)
+        elif not waiting.in_flight and waiting.deadline is None:
+            waiting.expired = False
+            self._closable[key] = None
+
+    @staticmethod
+    def _is_due(session: _Session, iteration: int, waiting: _Waiting) -> bool:
+        return (
+            not waiting.in_flight
+            and waiting.count > (session.done.get(iteration) or 0)
+            and (waiting.expired or waiting.count == session.world_size)
+        )
+
+    def _next(self, name: str, run: _Run) -> Job | None:
+        while run.ready:
+            session_ns, iteration = heapq.heappop(run.ready)
+            session = run.sessions[session_ns]
+            waiting = session.waiting.get(iteration)
+            if waiting is not None and self._is_due(session, iteration, waiting):
+                waiting.in_flight = True
+                waiting.deadline = None
+                waiting.expired = False
+                self._in_flight.add((name, session_ns, iteration))
+                return self._job(name, run, session_ns, iteration)
+        return None
+
+    @staticmethod
+    def _job(name: str, run: _Run, session_ns: int, iteration: int) -> Job:
+        session = run.sessions[session_ns]
+        waiting = session.waiting[iteration]
+        world_size = session.world_size or 0
+        frames = np.sort(np.frombuffer(bytes(waiting.frames), FRAME), order="rank")
+        segments, frames["segment"] = np.unique(frames["segment"], return_inverse=True)
+        descriptions, frames["description"] = np.unique(frames["description"], return_inverse=True)
+        seen = np.unpackbits(np.frombuffer(bytes(waiting.seen), np.uint8), count=world_size, bitorder="little")
+        return Job(
+            name,
+            session_ns,
+            iteration,
+            world_size,
+            tuple(np.flatnonzero(seen == 0).tolist()),
+            waiting.ended_ns,
+            waiting.seconds,
+            waiting.consumed_tokens,
+            waiting.dropped,
+            tuple(event for _, event in sorted(waiting.events, key=lambda one: one[0])),
+            frames,
+            tuple(run.segments.values[number] for number in segments.tolist()),
+            tuple(run.descriptions.values[number] for number in descriptions.tolist()),
+        )
+
+    def _shrink(self) -> None:
+        while self.num_bytes > self._max_bytes and self._closable:
+            self._close(next(iter(self._closable)))
+        if self.num_bytes <= self._max_bytes:
+            return
+        leaving = sum(waiting.size for waiting in map(self._at, self._in_flight) if waiting is not None)
+        for run in self._runs.values():
+            for session_ns, iteration in run.ready:
+                waiting = run.sessions[session_ns].waiting.get(iteration)
+                leaving += waiting.size if waiting is not None else 0
+        while self.num_bytes - leaving > self._max_bytes and self._deadlines:
+            deadline, key = self._deadlines.popleft()
+            waiting = self._at(key)
+            if waiting is not None and waiting.deadline == deadline:
+                leaving += waiting.size
+                self._expire(deadline, key)
+
+    def _close(self, key: _Key) -> None:
+        name, session_ns, iteration = key
+        done = self._runs[name].sessions[session_ns].done
+        if done.get(iteration) is None:
+            done.put(iteration, 0)
+        self._forget(key)
+
+    def _forget(self, key: _Key) -> None:
+        name, session_ns, iteration = key
+        run = self._runs[name]
+        waiting = run.sessions[session_ns].waiting.pop(iteration)
+        frames = np.frombuffer(bytes(waiting.frames), FRAME)
+        run.segments.release(frames["segment"])
+        gone = run.descriptions.release(frames["description"])
+        self.num_bytes -= waiting.size + sum(map(len, gone))
+        self._closable.pop(key, None)
+        self._in_flight.discard(key)
