@@ -108,7 +108,8 @@ $(NATIVE_STAMP): $(NATIVE_SOURCES) | $(INSTALL_STAMP)
 quickstart: setup ## text -> tokenizer -> pre-training of a small model -> generated text, on this machine
 	@$(PY) tools/quickstart.py $(QUICKSTART_ARGS)
 
-test: setup ## run the test suite
+test: setup ## run the test suite; installs Chromium and PostgreSQL's server where they are missing
+	@sh tools/chromium_for_tests.sh >/dev/null && sh tools/postgres_for_tests.sh install
 	$(PY) -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
 test-py312: ## the quickstart's smoke test and some layouts with Python 3.12 and Megatron-Core 0.19.2, in .venv312
