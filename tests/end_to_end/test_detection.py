@@ -1,4 +1,4 @@
-"""Planted instabilities of trained runs, through telemetry, server and alerts; tools/reproduce/planted.py has more of them."""
+"""Planted instabilities of trained runs, through telemetry, server and alerts (tools/reproduce/planted.py has more)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,15 @@ from tests.end_to_end.runs import REPOSITORY, environment
 def test_quickstart_runs_and_is_reused(tmp_path: Path) -> None:
     folder = tmp_path / "quickstart"
     first = _quickstart(folder)
-    for text in ("MB of Python source", "step 3/3", "tokens/s", "validation loss:", "loss plot:", "to go on:", "metrics server: http"):
+    for text in (
+        "MB of Python source",
+        "step 3/3",
+        "tokens/s",
+        "validation loss:",
+        "loss plot:",
+        "to go on:",
+        "metrics server: http",
+    ):
         assert text in first
     assert list((folder / "train" / "checkpoints").iterdir()) and (folder / "train" / "loss.png").is_file()
     assert (folder / "train" / "experts.png").read_bytes().startswith(b"\x89PNG")
