@@ -129,10 +129,12 @@ format: setup ## let ruff format the code and mend what it can
 bench: setup ## the training step beside other implementations, on this machine
 	$(PY) -m benchmarks.train_step $(BENCH_ARGS)
 
-soak: setup ## longer studies, hours: kills at random moments; Muon against AdamW at equal tokens
+soak: setup ## longer studies, hours: kills at random moments; Muon against AdamW at equal tokens; the report's blow-up
 	@$(PY) tools/quickstart.py --steps 1 --folder runs/soak
 	$(PY) tools/kill_storm.py runs/soak/data --folder runs/soak/kills
+	$(PY) -m tools.metrics_kill_storm
 	$(PY) -m benchmarks.muon_against_adamw runs/soak/data --folder runs/soak/muon_against_adamw --plot runs/soak/muon_against_adamw.png $(SOAK_ARGS)
+	$(PY) -m tools.reproduce.blowup --folder runs/soak/blowup
 
 clean: ## remove caches and build products; keeps the virtual environments and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

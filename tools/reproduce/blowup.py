@@ -11,6 +11,7 @@ are not repeated.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -18,18 +19,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from steptron.data.manifest import read_manifest
+from steptron.errors import UserError
+from steptron.train.records import ValidationRecord, read_records
+from steptron_metrics.errors import MetricsError
 from steptron_metrics.reading.reader import MetricsReader
 from steptron_metrics.server.local import Server, running
 from steptron_metrics.settings import Settings
 
 from .corpus import write_corpus
 from .figures import draw_balance, draw_blow_up
-from .readings import LoadAt, Readings, common_loss, load_at, peak, read, wait_for
+from .readings import LoadAt, Readings, common_loss, load_at, peak, read, share_over, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "tools/reproduce/blowup.yaml"
@@ -38,6 +43,7 @@ TOKENIZER = 512
 LIMIT = 3.0  # of activation clipping
 THRESHOLD = 100.0  # of weight clipping ...
 CLIP_EVERY_STEPS = 100  # ... which happens at checkpoints
+UNUSUAL = 8.0  # a ratio: sound layers of small models scatter between 2 and 6
 BALANCE_WINDOW = 100  # steps over which losses and loads are averaged to compare them
 RUN_TIMEOUT_SECONDS = 3600
 
@@ -100,6 +106,10 @@ class Run:
             *self.arm.overrides,
         ]
 
+    def name_at_server(self, dataset: Path) -> str:
+        """Another one for every configuration, so that nothing is read of a run that was made before with another."""
+        return f"{self.name}-{hashlib.sha256(json.dumps(self.overrides(dataset)).encode()).hexdigest()[:8]}"
+
 
 def build_dataset(folder: Path, num_words: int = WORDS) -> Path:
     """The corpus of the study as a dataset, made where it is not there yet."""
@@ -127,23 +137,22 @@ def train(run: Run, dataset: Path, folder: Path, server: Server) -> float:
     overrides = run.overrides(dataset)
     if (done := _read_record(record)) is None or done["overrides"] != overrides:
         arguments = ["pretrain", CONFIG, "--fresh", *overrides]
-        arguments += [f"train.output={output}", f"telemetry.server={server.address}"]
+        name = run.name_at_server(dataset)
+        arguments += [f"train.output={output}", f"telemetry.server={server.address}", f"telemetry.run={name}"]
         _steptron(arguments, folder / f"{run.name}.log")
         with MetricsReader(server.http_address) as reader:
-            wait_for(reader, run.name, run.steps)
+            wait_for(reader, name, run.steps)
         done = {"overrides": overrides, "validation_loss": _validation_loss(output / "log.jsonl")}
         record.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
         print(f"{run.name}: validation loss {done['validation_loss']:.4f} nats", flush=True)
     return float(done["validation_loss"])
 
 
-def _read_record(path: Path) -> dict[str, object] | None:
+def _read_record(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _validation_loss(log: Path) -> float:
-    from steptron.train.records import ValidationRecord, read_records
-
     return [record.lm_loss for record in read_records(log) if isinstance(record, ValidationRecord)][-1]
 
 
@@ -175,27 +184,42 @@ def study(
     runs = [Run(arm, seed, steps) for seed in seeds for arm in arms]
     losses = {run: train(run, dataset, folder, server) for run in runs}
     with MetricsReader(server.http_address) as reader:
-        readings = {run: read(reader, run.name, steps) for run in runs}
+        readings = {run: read(reader, run.name_at_server(dataset), steps) for run in runs}
     return {
-        arm: Results(
-            [losses[run] for run in runs if run.arm == arm], [readings[run] for run in runs if run.arm == arm]
-        )
+        arm: Results([losses[run] for run in runs if run.arm == arm], [readings[run] for run in runs if run.arm == arm])
         for arm in arms
     }
 
 
 def print_blow_up(results: dict[Arm, Results], seeds: Sequence[int]) -> None:
-    table = Table(title="Where max/median of the experts' output norms was largest (running medians of 25 steps)")
-    for column in ("clipping", "seed", "validation loss", "max/median", "step", "layer", "largest", "median", "alerts"):
+    table = Table(
+        title="Where max/median of the experts' output norms was largest (running medians of 25 steps)",
+        caption=f"over {UNUSUAL:g}: share of all steps. alignment: of the expert with the largest norm (median of the "
+        "layer's experts). train: mean loss of the last third of the steps",
+    )
+    for column in (
+        "clipping",
+        "seed",
+        "train",
+        "validation",
+        "max/median",
+        f"over {UNUSUAL:g}",
+        "step",
+        "layer",
+        "largest",
+        "median",
+        "alignment",
+    ):
         table.add_column(column, justify="left" if column == "clipping" else "right")
     for arm, of_arm in results.items():
         for seed, loss, readings in zip(seeds, of_arm.losses, of_arm.readings, strict=True):
-            top = peak(readings)
+            top, last = peak(readings), readings.loss[-len(readings.loss) // 3 :].mean()
             table.add_row(
-                *(arm.title, str(seed), f"{loss:.4f}", f"{top.ratio:.1f}", str(top.step), str(top.layer)),
-                *(f"{top.largest:.0f}", f"{top.median:.0f}", str(len(readings.alerts))),
+                *(arm.title, str(seed), f"{last:.4f}", f"{loss:.4f}", f"{top.ratio:.1f}"),
+                *(f"{share_over(readings, UNUSUAL):.0%}", str(top.step), str(top.layer)),
+                *(f"{top.largest:.0f}", f"{top.median:.0f}", f"{top.alignment:.2f} ({top.usual_alignment:.2f})"),
             )
-    Console(width=120).print(table)
+    Console(width=130).print(table)
 
 
 def balance_at_equal_loss(results: dict[Arm, Results]) -> tuple[float, dict[Arm, list[LoadAt]]]:
@@ -212,7 +236,15 @@ def print_balance(results: dict[Arm, Results], seeds: Sequence[int]) -> None:
     table = Table(
         title=f"Max/mean load of EP groups over the first {BALANCE_WINDOW} steps whose mean loss is {loss:.3f} or less"
     )
-    for column in ("balance loss", "seed", "step", "in a micro-batch", "over the window", "at the end", "validation loss"):
+    for column in (
+        "balance loss",
+        "seed",
+        "step",
+        "in a micro-batch",
+        "over the window",
+        "at the end",
+        "validation loss",
+    ):
         table.add_column(column, justify="left" if column == "balance loss" else "right")
     for arm, of_arm in results.items():
         for index, seed in enumerate(seeds):
@@ -221,7 +253,7 @@ def print_balance(results: dict[Arm, Results], seeds: Sequence[int]) -> None:
                 *(arm.title, str(seed), str(load.step), f"{load.in_micro_batch:.3f}", f"{load.over_window:.3f}"),
                 *(f"{readings.load[-BALANCE_WINDOW:].mean():.3f}", f"{of_arm.losses[index]:.4f}"),
             )
-    Console(width=120).print(table)
+    Console(width=130).print(table)
 
 
 def summary(blow_up: dict[Arm, Results], balance: dict[Arm, Results]) -> dict[str, object]:
@@ -246,14 +278,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("dataset", type=Path, nargs="?", help="another dataset of a vocabulary of at most 512")
     parser.add_argument("--folder", type=Path, default=Path("runs/soak/blowup"), help="where runs are kept")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps of each run")
-    parser.add_argument("--balance-steps", type=int, default=600, help="of each run with the balance loss off or on")
+    parser.add_argument("--balance-steps", type=int, default=300, help="of each run with the balance loss off or on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", choices=["blow-up", "balance"], help="one of the two studies")
     parser.add_argument("--figures", type=Path, help="where the figures go; into the folder when left out")
     chosen = parser.parse_args(arguments)
+    if chosen.balance_steps < BALANCE_WINDOW:
+        parser.error(f"--balance-steps: {BALANCE_WINDOW} at least, over which losses and loads are averaged")
+    try:
+        _both_studies(chosen)
+    except (UserError, MetricsError, RuntimeError, TimeoutError) as error:
+        sys.exit(f"blowup: {error}")
+
+
+def _both_studies(chosen: argparse.Namespace) -> None:
     folder: Path = chosen.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     figures: Path = chosen.figures or folder
+    for one in (folder, figures):
+        one.mkdir(parents=True, exist_ok=True)
     dataset = build_dataset(folder) if chosen.dataset is None else chosen.dataset.resolve()
     read_manifest(dataset)
     blow_up: dict[Arm, Results] = {}

@@ -47,6 +47,7 @@ def draw_blow_up(arms: Mapping[str, Sequence[Readings]], png: Path) -> None:
     losses_of_all = np.concatenate([running_median(run.loss, LOSS_STEPS) for runs in arms.values() for run in runs])
     low, high = np.percentile(losses_of_all, (0, 97))
     axes[0, 0].set_ylim(low - 0.05 * (high - low), high + 0.3 * (high - low))
+    axes[2, 0].set_ylim(bottom=1)  # likewise
     figure.savefig(png, format="png")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +24,10 @@ class Readings:
         ratio: max/median over the experts of the largest norm of an expert's output, in the layer where it is largest.
         layer: int64, that layer.
         largest, median: the two norms in that layer.
+        alignment: of the expert with the largest norm, ||silu(g) * u|| / (||silu(g)|| ||u||); NaN where not sampled.
+        usual_alignment: median over the experts of that layer, likewise.
         load: max/mean load of EP groups in the micro-batch, mean over layers.
         shares: float64 [layers, steps, groups], load of each group over the mean of the groups.
-        alerts: alerts of a blow-up that the server's default rules gave, as (rule, layer, expert, step).
     """
 
     loss: np.ndarray
@@ -33,9 +35,10 @@ class Readings:
     layer: np.ndarray
     largest: np.ndarray
     median: np.ndarray
+    alignment: np.ndarray
+    usual_alignment: np.ndarray
     load: np.ndarray
     shares: np.ndarray
-    alerts: tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Peak:
         step: 1 for the first.
         ratio: the running median there.
         layer: of that step.
-        largest, median: running medians there.
+        largest, median, alignment, usual_alignment: running medians there.
     """
 
     step: int
@@ -54,6 +57,8 @@ class Peak:
     layer: int
     largest: float
     median: float
+    alignment: float
+    usual_alignment: float
 
 
 def wait_for(reader: MetricsReader, run: str, steps: int, patience: float = PATIENCE_SECONDS) -> None:
@@ -84,29 +89,40 @@ def read(reader: MetricsReader, run: str, steps: int) -> Readings:
     shares = np.stack(
         [reader.aggregates(run, "moe.group_share", layer, "mean", 1, steps).to_numpy(np.float64) for layer in layers]
     )
+    alignments = np.stack([_sampled(reader, run, "moe.alignment", layer, steps) for layer in layers])
     worst = ratios.to_numpy(np.float64).argmax(axis=1)
     each = np.arange(len(worst))
-    alerts = reader.alerts(run)
+    expert = np.nanargmax(norms[worst, each], axis=1)
     return Readings(
         loss=reader.aggregates(run, "train.lm_loss", -1, None, 1, steps).to_numpy(np.float64)[:, 0],
         ratio=ratios.to_numpy(np.float64)[each, worst],
         layer=np.array(layers)[worst],
         largest=np.nanmax(norms[worst, each], axis=1),
         median=np.nanmedian(norms[worst, each], axis=1),
+        alignment=alignments[worst, each, expert],
+        usual_alignment=_median_of_known(alignments[worst, each]),
         load=reader.derived(run, "moe.straggler_factor", 1, steps).to_numpy(np.float64).mean(axis=1),
         shares=shares,
-        alerts=tuple(
-            (str(one.rule), int(one.layer), int(one.item), int(one.since_iteration))
-            for one in alerts.itertuples()
-            if str(one.rule).startswith("blow_up") and one.since_iteration <= steps
-        ),
     )
 
 
+def _sampled(reader: MetricsReader, run: str, metric: str, layer: int, steps: int) -> np.ndarray:
+    """float64 [steps, items], NaN in steps that do not measure the metric."""
+    frame = reader.aggregates(run, metric, layer, None, 1, steps)
+    return frame.reindex(range(1, steps + 1)).to_numpy(np.float64)
+
+
+def _median_of_known(values: np.ndarray) -> np.ndarray:
+    """float64 [steps] of [steps, items]: NaN where nothing is known."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of steps without a value
+        return np.asarray(np.nanmedian(values, axis=1))
+
+
 def running_median(values: np.ndarray, width: int = SMOOTH_STEPS) -> np.ndarray:
-    """float64 [steps]: median of each value and those up to ``width // 2`` steps before and after it."""
+    """float64 [steps]: median of each value and those up to ``width // 2`` steps before and after it, NaN left out."""
     padded = np.pad(np.asarray(values, np.float64), width // 2, constant_values=np.nan)
-    return np.asarray(np.nanmedian(np.lib.stride_tricks.sliding_window_view(padded, 2 * (width // 2) + 1), axis=1))
+    return _median_of_known(np.lib.stride_tricks.sliding_window_view(padded, 2 * (width // 2) + 1))
 
 
 def trailing_mean(values: np.ndarray, width: int) -> np.ndarray:
@@ -114,11 +130,18 @@ def trailing_mean(values: np.ndarray, width: int) -> np.ndarray:
     return np.convolve(np.asarray(values, np.float64), np.full(width, 1 / width), mode="valid")
 
 
+def share_over(readings: Readings, ratio: float) -> float:
+    """Share of the steps in which the running median of the ratio is larger."""
+    return float((running_median(readings.ratio) > ratio).mean())
+
+
 def peak(readings: Readings) -> Peak:
     ratio = running_median(readings.ratio)
     at = int(ratio.argmax())
-    largest, median = running_median(readings.largest)[at], running_median(readings.median)[at]
-    return Peak(at + 1, float(ratio[at]), int(readings.layer[at]), float(largest), float(median))
+    others = (readings.largest, readings.median, readings.alignment, readings.usual_alignment)
+    return Peak(
+        at + 1, float(ratio[at]), int(readings.layer[at]), *(float(running_median(values)[at]) for values in others)
+    )
 
 
 @dataclass(frozen=True)
