@@ -2,8 +2,8 @@
 
 Simulated ranks (4,096 over 512 connections by default, as in ``benchmarks/metrics_server.py``) send values that are a
 known function of rank, iteration and item. Again and again a receiver, a reducer or the processor, which writes the
-database, is killed by SIGKILL after a random time. When all is over every frame that the server has acknowledged must be
-in the database once: all seven statistics of each metric, layer and item are compared to a direct computation.
+database, is killed by SIGKILL after a random time. When all is over every frame that the server has acknowledged must
+be in the database once: all seven statistics of each metric, layer and item are compared to a direct computation.
 
     python -m tools.metrics_kill_storm [--kills 15] [--iterations 160] [--processes 2] [--replicas 64] [--seed 1]
 """
@@ -86,14 +86,20 @@ def event(iteration: int) -> Event:
 
 
 def send(load: Load, number: int, address: str, spool: Path, pipe: Connection) -> None:
-    """A client process: sends all iterations of its ranks, whatever the server does, and waits until they are stored."""
+    """A client process: sends all iterations of its ranks, whatever the server does; waits until they are stored."""
     of_all = table(load.values)
     clients = []
     for connection in range(number, load.world_size // RANKS_PER_CONNECTION, load.processes):
         ranks = range(connection * RANKS_PER_CONNECTION, (connection + 1) * RANKS_PER_CONNECTION)
         place = ranks[0] // load.replicas
         client = MetricsClient(
-            address, RUN, SESSION, load.world_size, spool=spool / str(connection), queue_bytes=256 << 20
+            address,
+            RUN,
+            SESSION,
+            load.world_size,
+            spool=spool / str(connection),
+            queue_bytes=256 << 20,
+            warn=lambda text: None,  # of hundreds of connections that break
         )
         series = series_of(place // EXPERT_RANKS, place % EXPERT_RANKS, load.values)
         clients.append((client, ranks, client.describe(series)))
@@ -332,6 +338,8 @@ def main() -> None:
     load = Load(arguments.replicas, arguments.values, arguments.iterations, arguments.rate, arguments.processes)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
+        if (folder / "server").exists():
+            parser.error(f"--folder {folder}: there is a server's folder in it already")
         folder.mkdir(parents=True, exist_ok=True)
         done, found = run(load, folder, arguments.kills, arguments.seed)
     frames = load.world_size * load.iterations

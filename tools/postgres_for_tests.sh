@@ -3,6 +3,8 @@
 #
 #   sh tools/postgres_for_tests.sh install         installs PostgreSQL where it is missing (Debian or Ubuntu)
 #   sh tools/postgres_for_tests.sh start FOLDER    makes a cluster in FOLDER, starts it, prints its URL on standard output
+#   sh tools/postgres_for_tests.sh halt FOLDER     stops it as if its process were killed, and keeps FOLDER
+#   sh tools/postgres_for_tests.sh resume FOLDER   starts it again
 #   sh tools/postgres_for_tests.sh stop FOLDER     stops it and deletes FOLDER
 #
 # `start` installs too. The server listens at a Unix socket in FOLDER only, trusts whoever can reach that, and syncs
@@ -24,8 +26,8 @@ find_bin() {
         printf '%s\n' "$POSTGRES_BIN"
         return 0
     fi
-    newest=$(for folder in /usr/lib/postgresql/*/bin /usr/pgsql-*/bin; do
-        [ ! -x "$folder/initdb" ] || printf '%s\n' "$folder"
+    newest=$(for candidate in /usr/lib/postgresql/*/bin /usr/pgsql-*/bin; do
+        [ ! -x "$candidate/initdb" ] || printf '%s\n' "$candidate"
     done | sort -V | tail -n 1)
     if [ -n "$newest" ]; then
         printf '%s\n' "$newest"
@@ -70,12 +72,26 @@ if [ "$(id -u)" = 0 ]; then
     id postgres >/dev/null 2>&1 || server_user=nobody
 fi
 
-usage="usage: sh tools/postgres_for_tests.sh install | start FOLDER | stop FOLDER"
+# start_server: that of the folder.
+start_server() {
+    as_server "$bin/pg_ctl" --pgdata "$folder/data" --log "$folder/server.log" --wait --timeout 60 start >/dev/null ||
+        fail "the server did not start: $(tail -n 5 "$folder/server.log")"
+}
+
+stop_server() {
+    bin=$(find_bin) || fail "PostgreSQL is not installed"
+    if [ -f "$folder/data/postmaster.pid" ]; then
+        as_server "$bin/pg_ctl" --pgdata "$folder/data" --mode immediate --wait --timeout 60 stop >/dev/null ||
+            fail "the server in $folder did not stop"
+    fi
+}
+
+usage="usage: sh tools/postgres_for_tests.sh install | start FOLDER | halt FOLDER | resume FOLDER | stop FOLDER"
 action=${1:-}
 folder=${2:-}
 case "$action" in
     install) ;;
-    start | stop) [ -n "$folder" ] || fail "$usage" ;;
+    start | halt | resume | stop) [ -n "$folder" ] || fail "$usage" ;;
     *) fail "$usage" ;;
 esac
 case "$folder" in
@@ -111,16 +127,19 @@ max_connections = 50
 shared_buffers = 64MB
 max_wal_size = 256MB
 END
-        as_server "$bin/pg_ctl" --pgdata "$folder/data" --log "$folder/server.log" --wait --timeout 60 start \
-            >/dev/null || fail "the server did not start: $(tail -n 5 "$folder/server.log")"
+        start_server
         printf 'postgresql://postgres@/postgres?host=%s\n' "$folder"
         ;;
-    stop)
+    halt)
+        stop_server
+        ;;
+    resume)
+        [ -f "$folder/data/PG_VERSION" ] || fail "$folder holds no server that was halted"
         bin=$(find_bin) || fail "PostgreSQL is not installed"
-        if [ -f "$folder/data/postmaster.pid" ]; then
-            as_server "$bin/pg_ctl" --pgdata "$folder/data" --mode immediate --wait --timeout 60 stop >/dev/null ||
-                fail "the server in $folder did not stop"
-        fi
+        start_server
+        ;;
+    stop)
+        stop_server
         [ ! -f "$folder/data/PG_VERSION" ] || rm -rf "$folder"
         ;;
 esac

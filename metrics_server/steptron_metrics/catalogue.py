@@ -18,7 +18,7 @@ class Metric:
     """A measured quantity.
 
     Attributes:
-        name: on the wire; with ``by_role`` followed by a dot and the role of a matrix, such as ``weight.norm.expert_up``.
+        name: on the wire; with ``by_role`` followed by a dot and the role of a matrix: ``weight.norm.expert_up``.
         items: what its items are.
         cadence: how often it is measured.
         headline: the statistic over micro-batches and replicas that stands for an item.
@@ -109,7 +109,14 @@ METRICS = (
     ),
     Metric("weight.norm", "expert", "iteration", "mean", "Frobenius norm of a matrix", by_role=True, relative=True),
     Metric("gradient.norm", "expert", "iteration", "mean", "norm of a matrix's gradient, clipped", by_role=True),
-    Metric("update.norm", "expert", "iteration", "mean", "norm of a matrix's update in the step, weight decay apart", by_role=True),
+    Metric(
+        "update.norm",
+        "expert",
+        "iteration",
+        "mean",
+        "norm of a matrix's update in the step, weight decay apart",
+        by_role=True,
+    ),
     Metric("muon.largest", "expert", "iteration", "max", "Muon's largest intermediate, absolute", by_role=True),
     Metric(
         "gradient.dot_weight", "expert", "sampled", "mean", "inner product of a matrix with its gradient", by_role=True

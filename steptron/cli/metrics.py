@@ -30,7 +30,7 @@ app = typer.Typer(
 _Where = Annotated[
     str,
     typer.Argument(
-        help="Address of a server's page (host:port or a URL), folder of a stopped server, or URL of its PostgreSQL "
+        help="Address of a server's page (host:port or a URL), the server's folder, or URL of its PostgreSQL "
         "database.",
         metavar="ADDRESS|FOLDER",
     ),

@@ -25,6 +25,17 @@ def start(folder: Path) -> str:
     return done.stdout.strip()
 
 
+def halt(folder: Path) -> None:
+    """Stops it as if it were killed."""
+    subprocess.run(["sh", str(SCRIPT), "halt", str(folder)], timeout=90, check=True, stderr=subprocess.PIPE)
+
+
+def resume(folder: Path) -> None:
+    """Starts one again that was halted."""
+    # To no pipe: the server keeps what it inherits.
+    subprocess.run(["sh", str(SCRIPT), "resume", str(folder)], timeout=90, check=True, stderr=subprocess.DEVNULL)
+
+
 def stop(folder: Path) -> None:
     subprocess.run(["sh", str(SCRIPT), "stop", str(folder)], timeout=90, check=True, stderr=subprocess.PIPE)
 

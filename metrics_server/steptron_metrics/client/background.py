@@ -30,6 +30,11 @@ class Background:
     """Threads of a process; daemons, so that neither a dead server nor a hanging disk keeps it from ending."""
 
     def __init__(self) -> None:
+        import grpc.aio  # not before the environment variable above
+
+        # Starts gRPC's own thread now: from Python 3.12 on none can be started once the interpreter ends, which is
+        # when the client of a short process may open its first connection.
+        grpc.aio.init_grpc_aio()
         self.loop = asyncio.new_event_loop()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._network = threading.Thread(target=self._run, name="metrics-network", daemon=True)

@@ -78,8 +78,13 @@ def build_app(
         asking.require("read")
 
         def scrape() -> bytes:
-            runs = [run for run in queries.runs() if asking.may("read", run.name)]
-            return prometheus.exposition(requests, store, runs, state, settings.stale_after_seconds)
+            return prometheus.exposition(
+                requests,
+                store,
+                lambda: [run for run in queries.runs() if asking.may("read", run.name)],
+                state,
+                settings.stale_after_seconds,
+            )
 
         return Response(await queries.do(scrape), media_type=prometheus.CONTENT_TYPE)
 

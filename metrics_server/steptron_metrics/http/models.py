@@ -225,9 +225,11 @@ class ServerModel(BaseModel):
     dropped_frames: int = Field(description="Frames that clients had to give up.")
     webhook_waiting: int
     webhook_failed: int
+    set_aside: int = Field(description="Iterations that the database has refused and that are in files instead.")
+    trouble: str | None = Field(description="What keeps the server from storing; null when nothing does.")
 
 
 class Health(BaseModel):
     """The server answers."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "trouble"] = Field(description="`trouble`: it takes frames, and cannot store what it makes.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter as Count
@@ -18,6 +19,8 @@ from steptron_metrics.results import Run
 from steptron_metrics.storage.base import Store
 
 __all__ = ["CONTENT_TYPE", "RequestMetrics", "exposition"]
+
+log = logging.getLogger(__name__)
 
 MAX_RUNS = 100
 """Runs with their iterations and alerts, the latest."""
@@ -62,22 +65,30 @@ class RequestMetrics:
 def exposition(
     requests: RequestMetrics,
     store: Store,
-    runs: Sequence[Run],
+    runs: Callable[[], Sequence[Run]],
     state: Callable[[], ServerState],
     stale_after_seconds: float,
 ) -> bytes:
-    """The text of one scrape.
+    """The text of one scrape; without runs and alerts while the database does not answer.
 
     Args:
         requests: of this application.
         store: of the runs.
-        runs: those that the caller may read, the latest first.
+        runs: reads those that the caller may read, the latest first.
         state: of the server.
         stale_after_seconds: a run's figures are left out when nothing has come from it for so long.
     """
     began = time.monotonic()
     registry = CollectorRegistry()
-    registry.register(_Once([*_server(state()), *_runs(store, runs, stale_after_seconds)]))
+    metrics, answers = list(_server(state())), 1.0
+    try:
+        metrics += list(_runs(store, runs(), stale_after_seconds))
+    except Exception as error:
+        # What is wrong is to be seen here of all places.
+        log.error("a scrape leaves out runs and alerts: %s", error)
+        answers = 0.0
+    metrics.append(GaugeMetricFamily("steptron_server_database_answers", "1 when the database does.", answers))
+    registry.register(_Once(metrics))
     content = generate_latest(registry)
     requests.scraped(time.monotonic() - began)
     return content + generate_latest(requests.registry)
@@ -103,6 +114,7 @@ def _server(state: ServerState) -> Iterator[Metric]:
         ("steptron_server_webhook_waiting", "Alerts still to be delivered.", state.webhook_waiting),
         ("steptron_server_started_seconds", "When the server began, since 1970.", state.started_ns / 1e9),
         ("steptron_server_receiver_connections", "Open connections.", sum(r.connections for r in state.receivers)),
+        ("steptron_server_trouble", "1 when something keeps the server from storing.", float(bool(state.trouble))),
         ("steptron_server_receivers", "Receiver processes that run.", sum(r.pid > 0 for r in state.receivers)),
         ("steptron_server_reducers", "Reducer processes that run.", sum(r.pid > 0 for r in state.reducers)),
     ):
@@ -110,6 +122,7 @@ def _server(state: ServerState) -> Iterator[Metric]:
     for name, help_, value in (
         ("steptron_server_stored_iterations", "Iterations stored.", state.stored_iterations),
         ("steptron_server_dropped_frames", "Frames that clients had to give up.", state.dropped_frames),
+        ("steptron_server_set_aside_iterations", "Iterations that the database has refused.", state.set_aside),
         ("steptron_server_webhook_failed", "Deliveries of alerts given up.", state.webhook_failed),
     ):
         yield CounterMetricFamily(name, help_, value)

@@ -81,6 +81,8 @@ class ServerState:
         free_bytes: what is left on the disk of the server's folder.
         dropped_frames: that clients said they had to give up, of all runs, since the processor began.
         webhook_waiting, webhook_failed: deliveries of alerts still to do, and given up.
+        set_aside: iterations that the database has refused and that are in files instead, since the processor began.
+        trouble: what keeps it from storing, for people; None when nothing does.
     """
 
     software: str
@@ -98,3 +100,5 @@ class ServerState:
     dropped_frames: int = 0
     webhook_waiting: int = 0
     webhook_failed: int = 0
+    set_aside: int = 0
+    trouble: str | None = None

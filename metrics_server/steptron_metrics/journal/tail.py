@@ -20,7 +20,9 @@ from steptron_metrics.results import Event
 _SETTLED_NS = 2_000_000_000
 """A folder's time of change tells that nothing has been added since a scan only when it is older than that: clocks of
 file systems are coarse."""
-_MAX_CACHED_DESCRIPTION_BYTES = 64 << 20
+_MAX_CACHED_DESCRIPTION_BYTES = 256 << 20
+"""4,096 ranks that each own other matrices have 20 MB of them; one that is not remembered is looked for in its
+segment."""
 
 
 class Notice(NamedTuple):

@@ -47,7 +47,12 @@ class _Segment:
     fd: int
     size: int = 0
     descriptions: set[int] = field(default_factory=set)
+    description_bytes: int = 0
     used: float = 0.0
+
+    def is_full(self, segment_bytes: int) -> bool:
+        """Larger where descriptions, which the next segment has to repeat, would be more than an eighth of it."""
+        return self.size >= min(max(segment_bytes, 8 * self.description_bytes), 4 * segment_bytes)
 
 
 class Writer:
@@ -58,7 +63,8 @@ class Writer:
     Args:
         folder: of the journal.
         number: of the receiver, for the names of its segments.
-        segment_bytes: a segment that is at least so large gets nothing more.
+        segment_bytes: a segment that is at least so large gets nothing more; up to four times as large where it has
+            many descriptions.
     """
 
     def __init__(self, folder: Path, number: int, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -111,7 +117,7 @@ class Writer:
                     _sync_folder(self._folder)
                 segment.used = time.monotonic()
                 deleted = not os.fstat(segment.fd).st_nlink
-                if deleted or segment.size >= self._segment_bytes:
+                if deleted or segment.is_full(self._segment_bytes):
                     del self._segments[run]
                     _end(segment)
                 if not deleted:
@@ -147,6 +153,7 @@ class Writer:
                     records.append(fmt.pack_description(content, description_id))
                     payloads.append(content)
                     num_bytes += len(content)
+                    segment.description_bytes += len(content)
             records += entry.records
             payloads += entry.payloads
             num_bytes += entry.num_bytes

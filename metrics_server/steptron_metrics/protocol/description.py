@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
@@ -126,20 +127,30 @@ def parse(content: bytes, limits: Limits) -> tuple[Series, ...]:
     return tuple(parsed)
 
 
+_FOLDINGS = {int(one): one for one in Folding}
+_COMBINATIONS = {int(one): one for one in Combination}
+
+
+@lru_cache(maxsize=4096)
+def _is_metric_name(name: str) -> bool:
+    return len(name) <= MAX_METRIC_LENGTH and METRIC_NAME.fullmatch(name) is not None
+
+
 def _checked(one: object, limits: Limits) -> Series:
     m: messages.Any = one
-    if len(m.metric) > MAX_METRIC_LENGTH or not METRIC_NAME.fullmatch(m.metric):
+    if not _is_metric_name(m.metric):
         raise ValueError(f"metric {m.metric[:MAX_METRIC_LENGTH]!r} is no name like moe.output_rms")
     if not -1 <= m.layer < limits.layers:
         raise ValueError(f"layer {m.layer}: expected -1 to {limits.layers - 1}")
     if not 1 <= m.count <= limits.items or m.first > limits.items - m.count:
-        raise ValueError(f"items {m.first} to {m.first + m.count - 1}: expected 1 to {limits.items} of them, below that")
+        raise ValueError(
+            f"items {m.first} to {m.first + m.count - 1}: expected 1 to {limits.items} of them, below that"
+        )
     if m.micro_batches > limits.micro_batches:
         raise ValueError(f"micro_batches {m.micro_batches}: at most {limits.micro_batches}")
-    try:
-        folding, combination = Folding(m.folding), Combination(m.combination)
-    except ValueError:
-        raise ValueError(f"folding {m.folding} or combination {m.combination} is unknown") from None
+    folding, combination = _FOLDINGS.get(m.folding), _COMBINATIONS.get(m.combination)
+    if folding is None or combination is None:
+        raise ValueError(f"folding {m.folding} or combination {m.combination} is unknown")
     if folding is Folding.MOMENTS and m.micro_batches:
         raise ValueError(f"folded over micro-batches, and yet with {m.micro_batches} of them")
     if combination is not Combination.SAMPLES and (folding is not Folding.NONE or m.micro_batches):

@@ -1,7 +1,7 @@
 """The message classes of ``metrics.proto``.
 
-They are made from the compiled descriptors in ``metrics.binpb`` (``python -m grpc_tools.protoc --descriptor_set_out``, see
-docs/metrics_protocol.md) instead of generated modules, which run with one range of protobuf releases only.
+They are made from the compiled descriptors in ``metrics.binpb`` (docs/metrics_protocol.md says how to compile them)
+instead of generated modules, which run with one range of protobuf releases only.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class MetricsReader:
             ratio = reader.derived("my-run", "moe.output_norm_max.max_over_median")   # iterations x layers
 
     Args:
-        where: address of a running server's page, folder of a stopped server, or URL of its PostgreSQL database.
+        where: address of a running server's page, folder of a server, or URL of its PostgreSQL database.
         token, certificate: bearer token and root certificate (PEM) of a running server.
         journal: folder of the server's journal, for ``raw``; the server's own folder has it in ``journal``.
 

@@ -32,19 +32,19 @@ class RemoteSource:
         url: of its page.
         token: bearer token, where it asks for one.
         certificate: root certificate (PEM), where it has none that this machine trusts.
+        journal: folder of its raw values, where it is on this machine.
         timeout_seconds: how long the server may be silent.
 
     Raises:
         MetricsError: the address or the certificate cannot be used.
     """
 
-    journal: Path | None = None
-
     def __init__(
         self,
         url: str,
         token: str | None = None,
         certificate: Path | None = None,
+        journal: Path | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         try:
@@ -55,6 +55,7 @@ class RemoteSource:
         if not usable:
             raise MetricsError(f"{url}: expected the address of a metrics server's page, such as 127.0.0.1:7078")
         self.name = f"{parts.scheme}://{parts.netloc}"
+        self.journal = journal
         self._token = token
         self._timeout_seconds = timeout_seconds
         self._context = None

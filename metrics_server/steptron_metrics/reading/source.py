@@ -1,7 +1,8 @@
-"""Where results are read from: a running server, the folder of a stopped one, or its PostgreSQL database."""
+"""Where results are read from: a running server, a server's folder, or its PostgreSQL database."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from steptron_metrics.catalogue import Statistic
 from steptron_metrics.errors import MetricsError
 from steptron_metrics.results import Alert, MetricInfo, Points, Run
+from steptron_metrics.server import status
 from steptron_metrics.settings import Settings
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ def open_source(where: str | Path, *, token: str | None = None, certificate: Pat
 
     Args:
         where: address of a running server's page (``host:port`` or a URL), ``postgresql://...``, or the folder of a
-            server that is stopped.
+            server: one that runs is asked, of one that is stopped the database is read.
         token, certificate: bearer token and root certificate (PEM), of a running server only.
 
     Raises:
@@ -87,19 +89,29 @@ def open_source(where: str | Path, *, token: str | None = None, certificate: Pat
     folder = Path(where)
     if folder.is_dir():
         settings = Settings(folder)
+        running = status.read(folder)
+        if running is not None and running.ready and _lives(running.pid):
+            return _remote(running.http_address, token, certificate, settings.journal)
         return StoredSource(open_store(settings, read_only=True), text, settings.journal)
     if isinstance(where, str) and _ADDRESS.fullmatch(text):
         return _remote(f"{'http' if certificate is None else 'https'}://{text}", token, certificate)
     raise MetricsError(
-        f"{text}: expected the address of a running server such as 127.0.0.1:7078, the folder of a stopped one, or a "
-        "URL of PostgreSQL"
+        f"{text}: expected the address of a running server such as 127.0.0.1:7078, its folder, or a URL of PostgreSQL"
     )
 
 
-def _remote(url: str, token: str | None, certificate: Path | None) -> Source:
+def _remote(url: str, token: str | None, certificate: Path | None, journal: Path | None = None) -> Source:
     from steptron_metrics.reading.remote import RemoteSource
 
-    return RemoteSource(url, token, certificate)
+    return RemoteSource(url, token, certificate, journal)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 class StoredSource:

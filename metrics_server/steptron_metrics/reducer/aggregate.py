@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from steptron_metrics.protocol.description import Combination, Folding, Series
-from steptron_metrics.reducer.layout import Body, Layout, Layouts
+from steptron_metrics.reducer.layout import Body, Layout, Layouts, Own
 from steptron_metrics.reducer.statistics import Moments, quantiles, ragged
 from steptron_metrics.results import STATISTICS, Aggregate
 
@@ -30,6 +30,9 @@ MAX_ITEMS = 1 << 22
 """Of an iteration, all metrics and layers together; the aggregates of so many take up 117 MB."""
 BLOCK = 1 << 18
 """Values that are worked on at a time: with their float64 copy they stay in a core's cache."""
+
+_Key = tuple[str, int]
+"""Metric and layer."""
 
 
 class _Part(NamedTuple):
@@ -57,7 +60,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Group:
-    """Frames of one body: ``values[i]`` float32 [body.size], firsts int64 [frames, len(body.singles)]."""
+    """Runs of one body: ``values[i]`` float32 [body.size], firsts int64 [runs, len(body.singles)]."""
 
     body: Body
     values: list[np.ndarray] = field(default_factory=list)
@@ -101,52 +104,73 @@ def reduce_frames(frames: Sequence[tuple[Layout, np.ndarray]], ranks: Sequence[i
     """:func:`reduce` where the layouts are known."""
     groups = _grouped(frames, ranks)
     shares = _shares(groups)
-    keys = sorted(shares)
-    items = [
-        max(share.first + share.width if share.firsts is None else int(share.firsts.max()) + 1 for share in shares[key])
-        for key in keys
-    ]
-    if sum(items) > MAX_ITEMS:
-        raise ValueError(f"{sum(items)} items in all metrics and layers together; at most {MAX_ITEMS} are taken")
-    values = np.full((len(STATISTICS), sum(items)), np.nan, np.float32)
+    items = {key: max(map(_end, of_key)) for key, of_key in shares.items()}
+    own = _with_own(frames, items)
+    if sum(items.values()) > MAX_ITEMS:
+        raise ValueError(
+            f"{sum(items.values())} items in all metrics and layers together; at most {MAX_ITEMS} are taken"
+        )
+    keys = sorted(items)
+    scattered = [key for key in keys if key in own or any(share.firsts is not None for share in shares[key])]
+    # Those that are reduced value by value lie at the beginning.
+    starts: dict[_Key, int] = {}
+    start = 0
+    for key in scattered + sorted(items.keys() - set(scattered)):
+        starts[key] = start
+        start += items[key]
+    values = np.full((len(STATISTICS), start), np.nan, np.float32)
     values[0] = 0
     batches: dict[tuple[object, ...], list[_Piece]] = {}
-    aggregates, start = [], 0
     with np.errstate(invalid="ignore", over="ignore"):
-        for key, number in zip(keys, items, strict=True):
-            of_key = shares[key]
-            if any(share.firsts is not None for share in of_key):
-                values[:, start : start + number] = _scattered(groups, of_key, number)
-            else:
-                for piece in _pieces(of_key, start):
-                    batches.setdefault(tuple(part.signature for part in piece.parts), []).append(piece)
-            aggregates.append(Aggregate(*key, values[:, start : start + number]))
-            start += number
+        if scattered:
+            end = starts[scattered[-1]] + items[scattered[-1]]
+            placed = [(starts[key], share) for key in scattered for share in shares.get(key, ())]
+            values[:, :end] = _scattered(groups, placed, frames, starts, end)
+        for key in shares.keys() - set(scattered):
+            for piece in _pieces(shares[key], starts[key]):
+                batches.setdefault(tuple(part.signature for part in piece.parts), []).append(piece)
         for pieces in batches.values():
             pieces.sort(key=lambda piece: piece.parts[0].start)
             for chunk in _chunks(groups, pieces):
                 columns = np.concatenate([np.arange(piece.target, piece.target + piece.width) for piece in chunk])
                 values[:, columns] = _dense(groups, chunk)
-    return aggregates
+    return [Aggregate(*key, values[:, starts[key] : starts[key] + items[key]]) for key in keys]
 
 
 def _grouped(frames: Sequence[tuple[Layout, np.ndarray]], ranks: Sequence[int] | None) -> list[_Group]:
     groups: dict[int, _Group] = {}
     for number, (layout, values) in enumerate(frames):
-        if values.size != layout.body.size:
-            raise ValueError(f"{values.size} values for a description of {layout.body.size}")
-        firsts = layout.firsts
-        if ranks is not None and layout.body.of_rank.size:
-            firsts = firsts.copy()
-            firsts[layout.body.of_rank] = ranks[number]
-        group = groups.setdefault(id(layout.body), _Group(layout.body))
-        group.values.append(values)
-        group.firsts.append(firsts)
+        if values.size != layout.size:
+            raise ValueError(f"{values.size} values for a description of {layout.size}")
+        for body, start, firsts in layout.runs:
+            if ranks is not None and body.of_rank.size:
+                firsts = firsts.copy()
+                firsts[body.of_rank] = ranks[number]
+            group = groups.get(id(body))
+            if group is None:
+                group = groups[id(body)] = _Group(body)
+            group.values.append(values[start : start + body.size])
+            group.firsts.append(firsts)
     return list(groups.values())
 
 
-def _shares(groups: Sequence[_Group]) -> dict[tuple[str, int], list[_Share]]:
-    shares: dict[tuple[str, int], list[_Share]] = {}
+def _with_own(frames: Sequence[tuple[Layout, np.ndarray]], items: dict[_Key, int]) -> set[_Key]:
+    """Keys of own series, whose items are added to the number of ``items``."""
+    keys: set[_Key] = set()
+    for own in {id(own): own for layout, _ in frames for own in layout.own.values()}.values():
+        for key, end in zip(own.keys, own.ends.tolist(), strict=True):
+            if end > items.get(key, 0):
+                items[key] = end
+        keys.update(own.keys)
+    return keys
+
+
+def _end(share: _Share) -> int:
+    return share.first + share.width if share.firsts is None else int(share.firsts.max()) + 1
+
+
+def _shares(groups: Sequence[_Group]) -> dict[_Key, list[_Share]]:
+    shares: dict[_Key, list[_Share]] = {}
     for number, group in enumerate(groups):
         firsts = np.stack(group.firsts)
         varied = (firsts != firsts[0]).any(axis=0)
@@ -290,33 +314,85 @@ def _whole(combination: Combination, total: np.ndarray) -> np.ndarray:
     return np.sqrt(total) if combination is Combination.ROOT_SUM_SQUARES else total
 
 
-def _scattered(groups: Sequence[_Group], shares: Sequence[_Share], items: int) -> np.ndarray:
-    """float32 [7, items] of a metric's layer of which ranks of one group send different items."""
+def _scattered(
+    groups: Sequence[_Group],
+    shares: Sequence[tuple[int, _Share]],
+    frames: Sequence[tuple[Layout, np.ndarray]],
+    starts: dict[_Key, int],
+    columns: int,
+) -> np.ndarray:
+    """Metrics' layers of which ranks of one group send different items, or that own series are of.
+
+    Args:
+        groups: of the frames' runs.
+        shares: what they say of these, and the column at which the metric's layer begins.
+        frames: for their own series.
+        starts: columns at which metrics' layers begin.
+        columns: their number.
+
+    Returns:
+        float32 [7, columns].
+    """
     item, samples = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
     folded_item, means = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
     added: dict[Combination, np.ndarray] = {}
-    folded = Moments(items)
-    for share in shares:
+    folded = Moments(columns)
+
+    def take(combination: Combination, at: np.ndarray, values: np.ndarray) -> None:
+        if combination is Combination.SAMPLES:
+            item.append(at)
+            samples.append(values)
+        else:
+            total = added.setdefault(combination, np.zeros((2, columns)))
+            total[0] += np.bincount(at, _powers(combination, values), columns)
+            total[1] += np.bincount(at, minlength=columns)
+
+    for start, share in shares:
         part = share.part
         ((_, block),) = _fetch(groups, [_Piece(0, share.width, (part,))], 0)
-        firsts = np.array([share.first]) if share.firsts is None else share.firsts
+        firsts = start + (np.array([share.first]) if share.firsts is None else share.firsts)
         of = np.broadcast_to((firsts[:, None] + np.arange(share.width))[:, None], block.shape)
         if part.folding is Folding.MOMENTS:
             for frame, at in zip(block, of[:, 0], strict=True):
                 folded_item.append(at)
                 means.append(folded.add_folded(frame[None], at)[0])
-        elif part.combination is Combination.SAMPLES:
-            item.append(of.ravel())
-            samples.append(block.ravel())
         else:
-            total = added.setdefault(part.combination, np.zeros((2, items)))
-            total[0] += np.bincount(of.ravel(), _powers(part.combination, block).ravel(), items)
-            total[1] += np.bincount(of.ravel(), minlength=items)
+            take(part.combination, of.ravel(), block.ravel())
+    for combination in Combination:
+        for at, values in _own_values(frames, combination, starts):
+            take(combination, at, values)
     for combination, (total, parts) in added.items():
         item.append(np.flatnonzero(parts))
         samples.append(_whole(combination, total[parts > 0]).astype(np.float32))
-    moments, both = ragged(items, np.concatenate(item), np.concatenate(samples))
+    moments, both = ragged(columns, np.concatenate(item), np.concatenate(samples))
     if len(means) > 1:
         moments.add(folded)
-        _, both = ragged(items, np.concatenate(item + folded_item), np.concatenate(samples + means))
+        _, both = ragged(columns, np.concatenate(item + folded_item), np.concatenate(samples + means))
     return moments.statistics(both)
+
+
+def _own_values(
+    frames: Sequence[tuple[Layout, np.ndarray]], combination: Combination, starts: dict[_Key, int]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Columns, int64 [n], and values, float32 [n], of own series that are combined in one way, some at a time."""
+    at: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    size = 0
+    for layout, of_frame in frames:
+        own = layout.own.get(combination)
+        if own is None:
+            continue
+        at.append(_columns(own, starts))
+        values.append(of_frame[own.at])
+        size += own.at.size
+        if size >= 4 * BLOCK:
+            yield np.concatenate(at), np.concatenate(values)
+            at, values, size = [], [], 0
+    if at:
+        yield np.concatenate(at), np.concatenate(values)
+
+
+def _columns(own: Own, starts: dict[_Key, int]) -> np.ndarray:
+    of_series = np.array([starts[key] for key in own.keys], np.int64)
+    columns: np.ndarray = of_series[own.series] + own.items
+    return columns

@@ -8,7 +8,8 @@ input or output but through what it is given, and has no clock.
   result yet. When more ranks come after a partial result it is due again, with all frames, when it is whole or as long
   after the first of them; never with fewer ranks than the store already has it from.
 - Iterations of a session from the first one of a later session on are void: a run that resumed makes them again.
-- A session's number of ranks is what its first frame says; frames that say otherwise, or of ranks beyond, are refused.
+- A session's number of ranks is what its first frame says; frames that say otherwise, or of ranks beyond, are refused,
+  which is complained of once a session. What the others have sent becomes due as usual.
 
 Of an iteration that is done a number remains, the ranks that it was made from (``Spans``). One that waits for ranks
 takes up 24 bytes a frame and a bit a rank; those with a partial result are kept so that late ranks can still complete
@@ -22,7 +23,7 @@ import heapq
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -76,6 +77,22 @@ class _Table(Generic[K, V]):
         return gone
 
 
+class Pending(NamedTuple):
+    """An iteration of which frames have come that no result in the store is made from.
+
+    Attributes:
+        run, iteration: which.
+        ranks, world_size: how many have sent, and are to send.
+        since: when its first frame was heard of.
+    """
+
+    run: str
+    iteration: int
+    ranks: int
+    world_size: int
+    since: float
+
+
 class _Waiting:
     """An iteration with frames that may still have to be reduced.
 
@@ -83,6 +100,7 @@ class _Waiting:
         frames: FRAME records, whose segment and description are numbers in the run's tables.
         seen: a bit for each rank.
         size: bytes that it takes up, about.
+        since: when its first frame was heard of.
         in_flight: a job is out whose result is not stored yet.
         deadline: when it is due even so; None where no frame has come since the last job, or the time is over.
         expired: the time is over.
@@ -99,10 +117,12 @@ class _Waiting:
         "in_flight",
         "seconds",
         "seen",
+        "since",
         "size",
     )
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, since: float) -> None:
+        self.since = since
         self.frames = bytearray()
         self.seen = bytearray((world_size + 7) // 8)
         self.size = 0
@@ -126,12 +146,14 @@ class _Session:
     first: its least iteration; None while it has none.
     end: from this iteration on it is void.
     done: ranks that the results in the store were made from; 0 where there never will be one.
+    contradicted: a frame was refused.
     """
 
-    __slots__ = ("done", "end", "first", "waiting", "world_size")
+    __slots__ = ("contradicted", "done", "end", "first", "waiting", "world_size")
 
     def __init__(self) -> None:
         self.world_size: int | None = None
+        self.contradicted = False
         self.first: int | None = None
         self.end: float = float("inf")
         self.done = Spans()
@@ -179,6 +201,7 @@ class Tracker:
         self._deadlines: deque[tuple[float, _Key]] = deque()
         self._closable: OrderedDict[_Key, None] = OrderedDict()  # those with a result and nothing new
         self._in_flight: set[_Key] = set()
+        self._complaints: list[str] = []
         self.ignored: Counter[str] = Counter()
         self.num_bytes = 0
 
@@ -220,6 +243,22 @@ class Tracker:
             elif run is not None:
                 run.queued = False
         return jobs
+
+    def pending(self, most: int) -> tuple[int, list[Pending]]:
+        """How many iterations are pending, and the oldest ``most`` of them."""
+        found = [
+            Pending(name, iteration, waiting.count, session.world_size or 0, waiting.since)
+            for name, run in self._runs.items()
+            for session in run.sessions.values()
+            for iteration, waiting in session.waiting.items()
+            if waiting.count > (session.done.get(iteration) or 0)
+        ]
+        return len(found), heapq.nsmallest(most, found, key=lambda one: one.since)
+
+    def complaints(self) -> list[str]:
+        """What people should hear of, since the last call."""
+        complaints, self._complaints = self._complaints, []
+        return complaints
 
     def next_deadline(self) -> float | None:
         """When something may become due without a further frame."""
@@ -311,6 +350,13 @@ class Tracker:
         if notice.world_size != session.world_size or not 0 <= rank < session.world_size:
             if waiting is None and ranks is None:
                 session.done.put(iteration, 0)
+            if not session.contradicted:
+                session.contradicted = True
+                self._complaints.append(
+                    f"run {notice.run}: rank {rank} says in iteration {iteration} that {notice.world_size} ranks send, "
+                    f"others of its session (begun at {notice.session_ns} ns) said {session.world_size}: such frames "
+                    "are left out; ranks that start anew have to give a later started_ns"
+                )
             return "refused"
         if ranks == session.world_size:
             return "duplicate"
@@ -324,7 +370,7 @@ class Tracker:
         segment = run.segments.use(notice.segment, lambda: notice.segment)
         key = (notice.run, notice.session_ns, iteration)
         if waiting is None:
-            waiting = session.waiting[iteration] = _Waiting(session.world_size)
+            waiting = session.waiting[iteration] = _Waiting(session.world_size, now)
             self._grow(waiting, _OVERHEAD + len(waiting.seen))
         waiting.seen[byte] |= bit
         waiting.frames += _PACK(rank, segment, description, notice.length, notice.offset)

@@ -52,6 +52,22 @@ class Vanished(NamedTuple):
     iteration: int
 
 
+class Work(NamedTuple):
+    """What a worker has done.
+
+    Attributes:
+        pid: of its process; 0 while none runs.
+        restarts: how often its process was started again.
+        iterations: done.
+        busy_seconds: that they took.
+    """
+
+    pid: int
+    restarts: int
+    iterations: int
+    busy_seconds: float
+
+
 class Reducers:
     """Processes that do jobs. When one dies, a new one does its job again.
 
@@ -93,6 +109,18 @@ class Reducers:
     def pids(self) -> list[int]:
         """Of the processes that run."""
         return [process.pid for process in (worker.process for worker in self._workers) if process is not None]
+
+    def work(self) -> list[Work]:
+        """Of each worker; for any thread."""
+        return [
+            Work(
+                0 if (process := worker.process) is None else process.pid,
+                worker.restarts,
+                worker.iterations,
+                worker.busy_seconds,
+            )
+            for worker in self._workers
+        ]
 
     def submit(self, job: Job) -> None:
         """Takes a job; at once.
@@ -141,6 +169,9 @@ class _Worker:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
         self.closing = threading.Event()
+        self.restarts = -1  # the first start is none
+        self.iterations = 0
+        self.busy_seconds = 0.0
         self._jobs = jobs
         self._results = results
         self._limits = limits
@@ -165,7 +196,10 @@ class _Worker:
             job = self._jobs.get()
             if job is None or self.closing.is_set():
                 break
+            begin = time.monotonic()
             result = self._perform(job)
+            self.busy_seconds += time.monotonic() - begin
+            self.iterations += isinstance(result, Iteration)
             if result is not None:
                 self._results.put(result)
         self._stop()
@@ -215,6 +249,7 @@ class _Worker:
                     env=os.environ | _ENVIRONMENT,
                 )
             self._connection = ours
+            self.restarts += 1
             send(ours, self._limits)
         except OSError as error:
             _log.error("%s does not start: %s", self.name, error)

@@ -54,8 +54,9 @@ class Overview:
             started_ns=self._started_ns,
             now_ns=time.time_ns(),
             receivers=self._receivers,
-            reducers=tuple(ReducerState(number, pid) for number, pid in enumerate(self._reducers.pids())),
-            pending_iterations=self._pipeline.unstored,
+            reducers=tuple(ReducerState(number, *work) for number, work in enumerate(self._reducers.work())),
+            pending_iterations=self._pipeline.num_pending,
+            waiting=self._pipeline.pending,
             stored_iterations=self._writer.stored,
             journal_bytes=self._sizes.get("journal", 0),
             journal_limit_bytes=self._settings.journal_bytes,
@@ -64,6 +65,8 @@ class Overview:
             dropped_frames=self._writer.dropped_frames,
             webhook_waiting=0 if self._webhook is None else self._webhook.waiting,
             webhook_failed=0 if self._webhook is None else self._webhook.failed,
+            set_aside=self._writer.set_aside,
+            trouble=self._pipeline.trouble or self._writer.trouble or None,
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from steptron_metrics.errors import MetricsError
+from steptron_metrics.http.state import Waiting
 from steptron_metrics.journal.retention import delete_run, prune
 from steptron_metrics.journal.tail import Notice, Tail
 from steptron_metrics.reducer.tracker import Tracker
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.05
 _PRUNE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+_MAX_SHOWN = 100
 _RETRY_SECONDS = 2.0
 _DELETE_SECONDS = 120.0
 _MAX_UNWRITTEN = 64
@@ -40,6 +43,8 @@ class Pipeline:
     Attributes:
         trouble: why it does not go on; empty when it does.
         unstored: iterations that the reducers or the writer have.
+        num_pending: iterations of which frames have arrived and that are not stored yet, a second ago.
+        pending: the oldest of those.
     """
 
     def __init__(self, settings: Settings, store: Store, reducers: Reducers, writer: Writer) -> None:
@@ -53,7 +58,10 @@ class Pipeline:
         self._pruned_at = time.monotonic()
         self._in_flight = 0
         self._deletions: queue.SimpleQueue[_Deletion] = queue.SimpleQueue()
+        self._looked_at = -float("inf")
         self.trouble = ""
+        self.num_pending = 0
+        self.pending: tuple[Waiting, ...] = ()
 
     @property
     def unstored(self) -> int:
@@ -91,6 +99,20 @@ class Pipeline:
             self._tracker.done(*written)
         if time.monotonic() - self._pruned_at >= _PRUNE_SECONDS:
             self._prune()
+        if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+            self._look()
+
+    def _look(self) -> None:
+        """For other threads, which must not touch the tracker."""
+        now, now_ns = time.monotonic(), time.time_ns()
+        self.num_pending, oldest = self._tracker.pending(_MAX_SHOWN)
+        self.pending = tuple(
+            Waiting(one.run, one.iteration, one.ranks, one.world_size, now_ns - int((now - one.since) * 1e9))
+            for one in oldest
+        )
+        for complaint in self._tracker.complaints():
+            log.error("%s", complaint)
+        self._looked_at = now
 
     def _take_notices(self) -> bool:
         """Whether there was anything new."""

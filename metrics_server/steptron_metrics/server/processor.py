@@ -41,7 +41,7 @@ def run(settings: Settings) -> None:
         delivery = Delivery(settings.folder / "alerts.jsonl", webhook)
         stack.callback(delivery.close)
         alerts = Alerts(store, rules, stale_after_seconds=settings.stale_after_seconds)
-        writer = Writer(store, alerts, delivery, Requests(settings.requests))
+        writer = Writer(store, alerts, delivery, Requests(settings.requests), settings.folder)
         stack.callback(writer.close)
         reducers = Reducers(settings.reducers, settings.limits)
         stack.callback(reducers.close)

@@ -128,8 +128,9 @@ class Child:
             raise MetricsError("\n".join(self._lines) or f"{self.name} has ended {how}")
         log.error("%s, process %d, has died %s after %.1f s", self.name, pid, how, lived)
         self._young = self._young + 1 if lived < self._patience.young_seconds else 0
-        # What others do to it (kill -9, the memory killer) is no reason to give up.
-        is_fault = code not in (-signal.SIGKILL, -signal.SIGTERM)
+        # What others do to it (kill -9, the memory killer) is no reason to give up, and neither is what a user can mend
+        # meanwhile, such as a database that is away: the server has run with these settings.
+        is_fault = code not in (-signal.SIGKILL, -signal.SIGTERM, USER_ERROR)
         self._faults = self._faults + 1 if is_fault and lived < self._patience.young_seconds else 0
         if self._faults >= self._patience.most_young:
             last = "\n".join(f"  {line}" for line in self._lines)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from steptron_metrics.alerts.book import Change
@@ -16,11 +17,16 @@ from steptron_metrics.alerts.delivery import Delivery
 from steptron_metrics.alerts.engine import Alerts
 from steptron_metrics.alerts.requests import Requests
 from steptron_metrics.results import Iteration
-from steptron_metrics.storage.base import Store
+from steptron_metrics.server.aside import set_aside
+from steptron_metrics.storage.base import Invalidated, Store
 
 log = logging.getLogger(__name__)
 
 _MAX_BATCH = 64
+_MAX_BATCH_BYTES = 16 << 20
+"""What a killed process has not yet committed is to be done again: not so much that it never comes to an end."""
+_REFUSALS = 4
+"""After so many in a row, over two seconds, it is believed."""
 _TICK_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 30.0
 
@@ -34,6 +40,10 @@ class Written(NamedTuple):
     num_ranks: int
 
 
+class _Refused(Exception):
+    """The store does not take this, whenever it is tried."""
+
+
 class _Deletion(NamedTuple):
     run: str
     done: threading.Event
@@ -44,20 +54,24 @@ class Writer:
 
     Alerts are stored before their iteration: killed in between, the server judges the iteration once more and comes to
     the same alerts. While the store does not answer everything is kept and tried again, after pauses of up to 30 s.
+    What it refuses though it answers is set aside after a few attempts, so that other runs go on.
 
     Args:
         store: written to by this thread only.
         alerts, delivery, requests: see there; used by this thread only.
+        folder: of the server, for what is set aside.
 
     Attributes:
-        trouble: why the store does not take anything at the moment; empty when it does.
+        trouble: why the store does not take anything at the moment; empty when it does. Names no run.
         unwritten, unwritten_bytes: of iterations that it has been given.
         stored: iterations since it began.
+        set_aside: iterations since it began.
         dropped_frames: that clients had to give up, since it began.
     """
 
-    def __init__(self, store: Store, alerts: Alerts, delivery: Delivery, requests: Requests) -> None:
+    def __init__(self, store: Store, alerts: Alerts, delivery: Delivery, requests: Requests, folder: Path) -> None:
         self._store, self._alerts, self._delivery, self._requests = store, alerts, delivery, requests
+        self._folder = folder
         self._queue: queue.SimpleQueue[Iteration | _Deletion | None] = queue.SimpleQueue()
         self._held: deque[Iteration | _Deletion | None] = deque()
         self._written: queue.SimpleQueue[Written] = queue.SimpleQueue()
@@ -66,7 +80,7 @@ class Writer:
         self._ticked = 0.0
         self.trouble = ""
         self.unwritten = self.unwritten_bytes = 0
-        self.stored = self.dropped_frames = 0
+        self.stored = self.set_aside = self.dropped_frames = 0
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
@@ -109,17 +123,18 @@ class Writer:
             if item is None:
                 break
             if isinstance(item, _Deletion):
-                self._persist(f"deleting run {item.run}", partial(self._delete, item.run))
+                self._persist("deleting a run", partial(self._delete, item.run))
                 item.done.set()
                 continue
-            batch = [item]
-            while len(batch) < _MAX_BATCH and not self._queue.empty():
+            batch, size = [item], size_of(item)
+            while len(batch) < _MAX_BATCH and size < _MAX_BATCH_BYTES and not self._queue.empty():
                 following = self._queue.get()
                 # A later session is judged by what is stored of those before.
                 if not isinstance(following, Iteration) or _begins_session(following, batch):
                     self._held.append(following)
                     break
                 batch.append(following)
+                size += size_of(following)
             if not self._write(batch):
                 break
 
@@ -143,7 +158,7 @@ class Writer:
             changes += self._judge(iteration)
         delivered = False
 
-        def store() -> None:
+        def put_alerts() -> None:
             nonlocal delivered
             try:
                 self._store.put_alerts([change.alert for change in changes])
@@ -152,18 +167,45 @@ class Writer:
                 if not delivered:
                     delivered = True
                     self._delivery.deliver(changes)
-            self._store.put(batch)
 
-        if not self._persist(f"storing {len(batch)} iterations", store):
+        try:
+            if not self._persist("storing alerts", put_alerts, may_refuse=True):
+                return False
+        except _Refused as refused:
+            log.error("%d alerts are in the log and in alerts.jsonl only: %s", len(changes), refused)
+        if not self._put(batch):
             return False
-        with self._lock:
-            self.unwritten -= len(batch)
-            self.unwritten_bytes -= sum(map(size_of, batch))
-        self.stored += len(batch)
         for one in batch:
             self.dropped_frames += one.dropped
             self._written.put(Written(one.run, one.session_ns, one.iteration, one.num_ranks))
         return True
+
+    def _put(self, batch: list[Iteration]) -> bool:
+        """Stores; what the store refuses goes to files, each by itself."""
+        try:
+            if not self._persist(f"storing {len(batch)} iterations", partial(self._store.put, batch), may_refuse=True):
+                return False
+            self.stored += len(batch)
+        except _Refused as refused:
+            if len(batch) > 1:
+                return all(self._put([one]) for one in batch)
+            if not self._persist("setting an iteration aside", partial(self._set_aside, batch[0], str(refused))):
+                return False
+        with self._lock:
+            self.unwritten -= len(batch)
+            self.unwritten_bytes -= sum(map(size_of, batch))
+        return True
+
+    def _set_aside(self, iteration: Iteration, reason: str) -> None:
+        path = set_aside(self._folder, iteration, reason)
+        self.set_aside += 1
+        log.error(
+            "iteration %d of run %s is not in the database, which refuses it (%s): it is set aside in %s",
+            iteration.iteration,
+            iteration.run,
+            reason,
+            path,
+        )
 
     def _judge(self, iteration: Iteration) -> list[Change]:
         found: list[Change] = []
@@ -179,7 +221,7 @@ class Writer:
             if self._answers():
                 log.exception("iteration %d of run %s could not be judged", iteration.iteration, iteration.run)
             else:
-                self._persist(f"judging iteration {iteration.iteration} of run {iteration.run}", judge)
+                self._persist("judging an iteration", judge)
         return found
 
     def _answers(self) -> bool:
@@ -205,13 +247,25 @@ class Writer:
         self._alerts.forget(run)
         self._requests.forget(run)
 
-    def _persist(self, what: str, work: Callable[[], None]) -> bool:
-        """Does something until it succeeds; False when the end comes first."""
+    def _persist(self, what: str, work: Callable[[], None], may_refuse: bool = False) -> bool:
+        """Does something until it succeeds; False when the end comes first.
+
+        Raises:
+            _Refused: the store refuses it again and again, with ``may_refuse``.
+        """
         pause = _FIRST_PAUSE_SECONDS
+        refusals = 0
         while True:
             try:
                 work()
+            except Invalidated:
+                raise  # ends the process: the next one opens the database anew
             except Exception as error:
+                if may_refuse and self._store.refuses(error):
+                    refusals += 1
+                    if refusals == _REFUSALS:
+                        self.trouble = ""
+                        raise _Refused(f"{type(error).__name__}: {error}".strip()) from error
                 self.trouble = f"{what}: {error}".strip()
                 log.error("%s; again in %g s", self.trouble, pause, exc_info=pause == _FIRST_PAUSE_SECONDS)
                 if self._closing.wait(pause):

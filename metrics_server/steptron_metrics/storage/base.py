@@ -6,10 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from steptron_metrics.catalogue import Statistic
+from steptron_metrics.errors import MetricsError
 from steptron_metrics.results import Alert, Iteration, MetricInfo, Points, Run
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+class Invalidated(MetricsError):
+    """The database does nothing more until the process opens it anew."""
 
 
 class Store(Protocol):
@@ -67,6 +72,10 @@ class Store(Protocol):
 
     def delete(self, run: str) -> None:
         """Deletes everything of a run."""
+
+    def refuses(self, error: Exception) -> bool:
+        """Whether an error of writing is about what was to be written: the same would be refused again, and something
+        else taken. Other errors are about the database, its disk or the way there."""
 
     def size_bytes(self) -> int:
         """What the database takes up."""

@@ -37,10 +37,12 @@ class Database(Protocol):
     Attributes:
         kind: of its migrations.
         name: for messages; without a password.
+        refusals: errors of the driver that are about what was to be written.
     """
 
     kind: str
     name: str
+    refusals: tuple[type[Exception], ...]
 
     def read(self) -> AbstractContextManager[Transaction]:
         """For reading only; from any thread."""

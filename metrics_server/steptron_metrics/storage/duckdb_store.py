@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from steptron_metrics.errors import MetricsError
 from steptron_metrics.storage import migrate
+from steptron_metrics.storage.base import Invalidated
 from steptron_metrics.storage.database import Result
 from steptron_metrics.storage.rollup import FACTORS
 from steptron_metrics.storage.sql_store import SqlStore
@@ -67,6 +68,8 @@ class DuckDatabase:
     """
 
     kind = "duckdb"
+    # Also what takes more memory than it may have, which would do so again.
+    refusals: tuple[type[Exception], ...] = (duckdb.DataError, duckdb.IntegrityError, duckdb.OutOfMemoryException)
 
     def __init__(self, path: Path, *, memory_bytes: int = 2 << 30, threads: int = 2, read_only: bool = False) -> None:
         self.name = str(path)
@@ -110,6 +113,8 @@ class DuckDatabase:
             cursor.begin()
             try:
                 yield _Transaction(cursor, _nothing)
+            except duckdb.FatalException as error:
+                raise Invalidated(f"{self.name}: {error}") from error
             finally:
                 cursor.rollback()
         finally:
@@ -133,7 +138,9 @@ class DuckDatabase:
                 with contextlib.suppress(duckdb.Error):
                     self._connection.rollback()
                 raise
-        except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
+        except duckdb.FatalException as error:
+            raise Invalidated(f"{self.name}: {error}") from error
+        except duckdb.IOException as error:
             raise MetricsError(f"{self.name} cannot be written: {error}") from error
         return result
 

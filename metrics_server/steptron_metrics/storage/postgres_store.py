@@ -23,9 +23,10 @@ from steptron_metrics.storage.sql_store import SqlStore
 
 SCHEMA = "steptron_metrics"
 READERS = 8
-CONNECT_SECONDS = 10
+CONNECT_SECONDS = 5
 READER_WAIT_SECONDS = 60.0
-ATTEMPTS = 6
+ATTEMPTS = 3
+PATIENCE_SECONDS = 5.0
 LOCK_WAIT_SECONDS = 15.0
 
 # Of the advisory lock that the one server holds which writes: "metrics" in ASCII.
@@ -154,15 +155,23 @@ class PostgresDatabase:
     Args:
         url: ``postgresql://user:password@host:port/database``.
         read_only: for reading beside a server that writes, or without one.
-        attempts: how often it is tried to reach the server, with growing pauses, about half a minute together.
+        attempts: how often it is tried to reach the server, with growing pauses, a second or two together ...
+        patience: ... but no more once so many seconds are over. Who can wait longer tries again.
 
     Raises:
         MetricsError: it is out of reach, or another metrics server writes to it.
     """
 
     kind = "postgres"
+    refusals: tuple[type[Exception], ...] = (
+        psycopg.DataError,
+        psycopg.IntegrityError,
+        psycopg.errors.ProgramLimitExceeded,
+    )
 
-    def __init__(self, url: str, *, read_only: bool = False, attempts: int = ATTEMPTS) -> None:
+    def __init__(
+        self, url: str, *, read_only: bool = False, attempts: int = ATTEMPTS, patience: float = PATIENCE_SECONDS
+    ) -> None:
         try:
             parameters = conninfo_to_dict(url)
         except psycopg.Error as error:
@@ -183,6 +192,7 @@ class PostgresDatabase:
             url, **{name: value for name, value in defaults.items() if name not in parameters}
         )
         self._attempts = attempts
+        self._patience = patience
         self._read_only = read_only
         self._closed = False
         self._idle: queue.LifoQueue[psycopg.Connection] = queue.LifoQueue()
@@ -230,14 +240,19 @@ class PostgresDatabase:
 
     def _again(self, action: Callable[[], Result]) -> Result:
         """Does it, and again when the connection is lost."""
+        begin = time.monotonic()
         for attempt in range(1, self._attempts + 1):
             try:
                 return action()
             except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                if isinstance(error, self.refusals):
+                    raise
                 if isinstance(error, (psycopg.errors.DiskFull, psycopg.errors.LockNotAvailable)):
                     raise MetricsError(f"{self.name}: {error}") from error
-                if self._closed or attempt == self._attempts:
-                    raise MetricsError(f"{self.name} cannot be reached, tried {attempt} times: {error}") from error
+                late = time.monotonic() - begin >= self._patience
+                if self._closed or late or attempt == self._attempts:
+                    times = "once" if attempt == 1 else f"{attempt} times"
+                    raise MetricsError(f"{self.name} cannot be reached, tried {times}: {error}") from error
                 time.sleep(min(0.25 * 2**attempt, 10.0))
         raise AssertionError("unreachable")
 
@@ -327,19 +342,21 @@ class PostgresDatabase:
                 self._idle.get_nowait().close()
 
 
-def open_postgres(url: str, *, read_only: bool = False, attempts: int = ATTEMPTS) -> SqlStore:
+def open_postgres(
+    url: str, *, read_only: bool = False, attempts: int = ATTEMPTS, patience: float = PATIENCE_SECONDS
+) -> SqlStore:
     """The store in a PostgreSQL database.
 
     Args:
         url: ``postgresql://user:password@host:port/database``.
         read_only: changes nothing, and may be used beside the server that writes.
-        attempts: how often it is tried to reach the server.
+        attempts, patience: how often it is tried to reach the server, and for how many seconds.
 
     Raises:
         MetricsError: it is out of reach, another metrics server writes to it, or its schema is not one that this code
             knows.
     """
-    database = PostgresDatabase(url, read_only=read_only, attempts=attempts)
+    database = PostgresDatabase(url, read_only=read_only, attempts=attempts, patience=patience)
     try:
         if read_only:
             migrate.check(database)

@@ -195,6 +195,10 @@ class SqlStore:
                 _find(transaction, run)
         return [Alert(**dict(zip(_ALERT, row, strict=True))) for row in rows]
 
+    def refuses(self, error: Exception) -> bool:
+        # Those of Python come of making rows from it.
+        return isinstance(error, (*self._database.refusals, ValueError, TypeError, ArithmeticError, LookupError))
+
     def size_bytes(self) -> int:
         return self._database.size_bytes()
 

@@ -35,6 +35,7 @@ def run(program: Path, *arguments: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.py312
 def test_the_example_with_the_client(store: Store, tmp_path: Path) -> None:
     program = tmp_path / "client.py"
     program.write_text(block("python\n# example: client.py"), encoding="utf-8")

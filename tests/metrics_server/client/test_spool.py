@@ -350,7 +350,8 @@ os._exit(0)
 """
     with FakeServer(store) as server:
         parent = subprocess.Popen(
-            [sys.executable, "-c", code, server.address, tmp_path / "spool"],
+            # Python 3.12 warns of every fork of a process with threads.
+            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, server.address, tmp_path / "spool"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

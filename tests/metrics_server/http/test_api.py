@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +14,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from steptron_metrics import catalogue
+from steptron_metrics.errors import MetricsError
 from steptron_metrics.http import encoding
 from steptron_metrics.http.timeline import COLUMNS, timeline
 from steptron_metrics.results import Points
 from tests.metrics_server.http.binary import decode
-from tests.metrics_server.http.fakes import FakeStore
+from tests.metrics_server.http.fakes import FakeStore, some_state
 
 METRIC = "moe.output_norm_max"
 
@@ -198,6 +200,22 @@ def test_server_state(reader: TestClient) -> None:
     state = reader.get("/api/v1/server").json()
     assert state["pending_iterations"] == 2 and state["dropped_frames"] == 5
     assert state["receivers"][0]["frames"] == 40_960 and state["waiting"][0]["ranks"] == 6
+    assert (state["trouble"], state["set_aside"]) == (None, 0)
+
+
+def test_a_server_whose_database_is_away_says_so(connect: Callable[..., TestClient], store: FakeStore) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise MetricsError("database x cannot be reached")
+
+    store.runs = store.alerts = away  # type: ignore[assignment]
+    client = connect(state=lambda: replace(some_state(), trouble="storing 3 iterations: database x cannot be reached"))
+    assert client.get("/healthz").json() == {"status": "trouble"}
+    assert client.get("/api/v1/server").json()["trouble"].endswith("database x cannot be reached")
+    scraped = client.get("/metrics")
+    assert scraped.status_code == 200
+    for line in ("steptron_server_trouble 1.0", "steptron_server_database_answers 0.0"):
+        assert line in scraped.text.splitlines()
+    assert "steptron_run_last_iteration{" not in scraped.text
 
 
 @pytest.mark.parametrize(

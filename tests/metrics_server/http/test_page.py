@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, Route, expect, sync_playwright
 
 from steptron_metrics.access import Access, load_tokens
 from steptron_metrics.http.app import build_app
@@ -508,3 +508,18 @@ def test_how_the_server_does(watch: Callable[..., Watched]) -> None:
     assert any("given up" in tile and "5" in tile for tile in tiles) and any("3 GiB" in tile for tile in tiles)
     assert "512" in page.locator(".panel:has-text('Receivers')").inner_text()
     expect(page.locator(".alerts .alert")).to_have_count(1)
+
+
+def test_what_keeps_the_server_from_storing_is_shown(watch: Callable[..., Watched]) -> None:
+    watched = watch()
+
+    def troubled(route: Route) -> None:
+        answer = route.fetch()
+        route.fulfill(
+            response=answer, json=answer.json() | {"trouble": "database <b>x</b> is not reached", "set_aside": 3}
+        )
+
+    watched.page.route("**/api/v1/server", troubled)
+    page = watched.go("#/server")
+    expect(page.get_by_role("alert")).to_contain_text("Nothing is stored: database <b>x</b> is not reached")
+    assert any("set aside" in tile and "3" in tile for tile in page.locator(".tile.alarmed").all_inner_texts())

@@ -57,6 +57,9 @@ def test_runs_alerts_and_the_server(client: TestClient, store: FakeStore) -> Non
     assert value(samples, "steptron_server_pending_iterations") == 2
     assert value(samples, "steptron_server_frames_total", receiver="1") == 40_000
     assert value(samples, "steptron_server_dropped_frames_total") == 5
+    assert value(samples, "steptron_server_trouble") == 0
+    assert value(samples, "steptron_server_database_answers") == 1
+    assert value(samples, "steptron_server_set_aside_iterations_total") == 0
 
 
 def test_missing_ranks_of_the_latest_iteration(client: TestClient, store: FakeStore) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from steptron_metrics.client import MetricsClient
 from steptron_metrics.errors import MetricsError
 from steptron_metrics.journal import format as fmt
 from steptron_metrics.journal.writer import Entry, Writer
@@ -13,6 +15,8 @@ from steptron_metrics.protocol.description import Folding, Series, serialize
 from steptron_metrics.protocol.messages import checksum
 from steptron_metrics.reading.reader import MetricsReader
 from steptron_metrics.results import STATISTICS
+from steptron_metrics.server.local import running
+from steptron_metrics.settings import Settings
 from tests.metrics_server.reading.conftest import LAST
 from tests.metrics_server.storage.made import iteration
 
@@ -141,3 +145,21 @@ def test_raw_values_from_the_journal(tmp_path: Path) -> None:
         reader.raw("../run", 5, "train.loss")
     with pytest.raises(MetricsError, match="journal=FOLDER/journal"):
         MetricsReader("127.0.0.1:9").raw("run", 5, "train.loss")
+
+
+def test_the_folder_of_a_running_server_is_read_through_it(tmp_path: Path) -> None:
+    """Its DuckDB file can be opened by nobody else meanwhile."""
+    with running(Settings(tmp_path, port=0, http_port=0)) as server:
+        client = MetricsClient(server.address, "run", time.time_ns(), 1, spool=tmp_path / "spool")
+        layout = client.describe([Series("moe.tokens", 3, 0, 2)])
+        client.send(0, 1, layout, np.array([5, 7], np.float32), ended_ns=1, seconds=0.1, consumed_tokens=9)
+        assert client.close(30.0).stored == 1
+        deadline = time.monotonic() + 30
+        with MetricsReader(tmp_path) as reader:
+            while not len(reader.runs()):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            live = reader.aggregates("run", "moe.tokens", 3)
+            assert reader.raw("run", 1, "moe.tokens", 3)["value"].tolist() == [5.0, 7.0]
+    with MetricsReader(tmp_path) as reader:
+        assert live.to_numpy().tolist() == reader.aggregates("run", "moe.tokens", 3).to_numpy().tolist() == [[5.0, 7.0]]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steptron_metrics.protocol.description import Combination, Folding, Series
-from steptron_metrics.reducer import aggregate, statistics
+from steptron_metrics.reducer import aggregate, layout, statistics
 from steptron_metrics.results import STATISTICS
 from tests.metrics_server.reducer import reference
 
@@ -28,6 +28,9 @@ SAMPLES = st.one_of(
     st.sampled_from([0.0, math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, 7.0]),
 )
 
+PARTS = st.one_of(st.integers(-100, 100).map(float), st.sampled_from([math.nan, math.inf, -math.inf]))
+"""Whose sum is exact, whatever their order."""
+
 
 @st.composite
 def descriptions(draw: st.DrawFn) -> tuple[Series, ...]:
@@ -36,7 +39,7 @@ def descriptions(draw: st.DrawFn) -> tuple[Series, ...]:
         folding, combination = draw(st.sampled_from(KINDS))
         plain = (folding, combination) == KINDS[0]
         series = Series(
-            draw(st.sampled_from(["a.x", "b.y"])),
+            draw(st.sampled_from(["a.x", "muon.largest.up"])),  # the latter's series are a rank's own
             draw(st.integers(-1, 0)),
             draw(st.integers(0, 4)),
             draw(st.integers(1, 5)),
@@ -70,6 +73,8 @@ def frames(draw: st.DrawFn) -> list[Frame]:
             if series.folding is Folding.MOMENTS:
                 columns = [draw(folded()) for _ in range(series.count)]
                 values.extend(np.array(columns, np.float32).T.ravel().tolist())
+            elif series.combination is Combination.SUM:
+                values.extend(draw(st.lists(PARTS, min_size=series.size, max_size=series.size)))
             else:
                 values.extend(draw(st.lists(SAMPLES, min_size=series.size, max_size=series.size)))
         sent.append((description, np.array(values, np.float32)))
@@ -121,15 +126,18 @@ def assert_same(actual: dict[tuple[str, int], np.ndarray], expected: dict[tuple[
                 assert not wrong.any(), (key, name, actual[key][row], values[row])
 
 
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(frames(), st.sampled_from([1, 7, 40, 1 << 18]))
-def test_equals_the_slow_reference_however_it_is_cut(sent: list[Frame], block: int) -> None:
+@settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(frames(), st.sampled_from([1, 7, 40, 1 << 18]), st.sampled_from([0, 2, 64]), st.sampled_from([3, 2048]))
+def test_equals_the_slow_reference_however_it_is_cut(sent: list[Frame], block: int, size: int, samples: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aggregate, "BLOCK", block)
+        patch.setattr(layout, "_OWN_SIZE", size)
+        patch.setattr(layout, "_OWN_SAMPLES", samples)
         actual = reduced(sent)
     assert_same(actual, reference.aggregates(sent))
 
 
+@pytest.mark.py312
 def test_expert_parallel_ranks_lie_side_by_side_and_replicas_and_micro_batches_are_samples() -> None:
     rng = np.random.default_rng(0)
     replicas, groups, experts, micro_batches = 5, 4, 3, 7
@@ -174,6 +182,28 @@ def test_the_item_of_a_rank_metric_is_the_rank_that_sends_it(says_item: bool) ->
     assert got["rank.stage"][0].tolist() == [1, 0, 1, 1]
     np.testing.assert_allclose(got["rank.stage"][1], [0, np.nan, 0.2, 0.3])
     assert got["my.own"][0].tolist() == [0, 3]
+
+
+def test_ranks_that_own_other_matrices_each_are_reduced_together() -> None:
+    """As under ZeRO-1: what replicas measure is common, and between lie a few values for items of their own."""
+    rng = np.random.default_rng(5)
+    shared = Series("moe.output_norm_max", 1, 0, 90, 2)
+    sent = []
+    for rank in range(24):
+        first, count = int(rng.integers(0, 80)), int(rng.integers(1, 10))
+        description = (
+            Series("weight.norm.expert_up", 1, first, count, combination=Combination.ROOT_SUM_SQUARES),
+            shared,
+            Series("muon.largest.expert_up", 1, first, count),
+            Series("rank.stage", -1, rank),
+            # One matrix that all have a part of.
+            Series("weight.norm.embedding", combination=Combination.ROOT_SUM_SQUARES),
+        )
+        sent.append((description, rng.normal(size=2 * count + 182).astype(np.float32)))
+    assert_same(reduced(sent), reference.aggregates(sent))
+    layouts = layout.Layouts(lambda content: ())
+    bodies = {id(run.body) for description, _ in sent for run in layouts.make(description).runs}
+    assert len(bodies) == 2, "the common series are one body, and what says the stage another"
 
 
 def test_what_one_rank_sends_of_all_keeps_its_items() -> None:

@@ -234,6 +234,37 @@ def test_another_world_size_is_refused() -> None:
     assert work(t, 0) == [(S2, 3, 8)]
 
 
+def test_a_rank_that_contradicts_the_others_is_complained_of_once_and_nothing_hangs() -> None:
+    t = tracker()
+    t.take(notices([1, 2], range(3)) + notices([1, 2], [3], world=8), 0)
+    (complaint,) = t.complaints()
+    assert (
+        "run r: rank 3 says in iteration 1 that 8 ranks send, others of its session (begun at 1000 ns) said 4"
+        in complaint
+    )
+    t.take(notices([3], range(3)) + notices([3], [3], world=8), 1)
+    assert t.complaints() == []
+    # What the others have sent is stored without it, after the usual time.
+    assert work(t, AFTER - 1) == []
+    assert work(t, AFTER + 1) == [(S1, 1, 3), (S1, 2, 3), (S1, 3, 3)]
+    assert t.is_done("r", S1, 3)
+
+
+def test_what_is_pending() -> None:
+    t = tracker()
+    t.take(notices([1], range(4)) + notices([2], range(3)) + notices([7], [0], run="s"), 5.0)
+    t.take(notices([3], range(2)), 6.0)
+    number, oldest = t.pending(3)
+    assert number == 4
+    assert sorted(oldest) == [("r", 1, 4, 4, 5.0), ("r", 2, 3, 4, 5.0), ("s", 7, 1, 4, 5.0)]
+    assert work(t, 6.0) == [(S1, 1, 4)]
+    assert t.pending(9)[0] == 3
+    assert len(work(t, 5.0 + AFTER)) == 2  # partial results: nothing more of them is pending, until a rank comes late
+    assert t.pending(9) == (1, [("r", 3, 2, 4, 6.0)])
+    t.take(notices([2], [3]), 200.0)
+    assert t.pending(9) == (2, [("r", 2, 4, 4, 5.0), ("r", 3, 2, 4, 6.0)])
+
+
 def test_runs_take_turns_and_the_oldest_iterations_go_first() -> None:
     t = tracker()
     t.take(notices([5, 3, 4, 9], run="a"), 0)

@@ -261,6 +261,9 @@ def test_a_process_that_hangs_is_named_and_replaced(
         in caplog.text
     )
     assert is_gone(first)
+    (work,) = of.work()
+    assert (work.pid, work.restarts, work.iterations) == (of.pids()[0], 1, 2)
+    assert work.busy_seconds > 3.0  # in vain, for most of it
 
 
 def test_closing_ends_the_processes_also_in_the_middle_of_a_job(tmp_path: Path) -> None:

@@ -100,6 +100,13 @@ def test_what_a_user_has_to_mend_is_said_at_the_start(tmp_path: Path) -> None:
     assert str(one.error) == "database postgresql://nowhere: cannot be reached"
 
 
+def test_what_a_user_can_mend_meanwhile_does_not_end_a_server_that_has_run(tmp_path: Path) -> None:
+    """Its database may be away for longer than a processor lives that is started without it."""
+    with watched(tmp_path, "wrong") as one:
+        one.until(lambda: one.restarts.get(f"{HERE}:wrong", 0) > QUICK.most_young)
+    assert one.is_ready.is_set() and one.error is None
+
+
 def test_a_child_that_does_not_end_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), watched(tmp_path, "deaf") as one:
         one.until(lambda: "deaf" in caplog.messages)

@@ -5,35 +5,46 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from steptron_metrics.alerts.delivery import Delivery
 from steptron_metrics.alerts.engine import Alerts
 from steptron_metrics.alerts.loading import load_rules
 from steptron_metrics.alerts.requests import Requests
-from steptron_metrics.results import Alert, Iteration
+from steptron_metrics.results import Aggregate, Alert, Derived, Event, Iteration
+from steptron_metrics.server.aside import set_aside
 from steptron_metrics.server.order import Order
 from steptron_metrics.server.writer import Writer
+from steptron_metrics.storage.base import Invalidated
 from tests.metrics_server.alerts.runs import MemoryStore, iteration
 
 
 class FailingStore(MemoryStore):
-    """Out of reach while ``down`` is set."""
+    """Out of reach while ``down`` is set; takes no iteration that is among the ``refused``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.down = threading.Event()
+        self.refused: set[int] = set()
+        self.refuses_alerts = False
         self.deleted: list[str] = []
 
     def put(self, iterations: Iterable[Iteration]) -> None:
         self._reach()
+        for one in iterations:
+            if one.iteration in self.refused:
+                raise ValueError(f"iteration {one.iteration} is out of range")
         super().put(iterations)
 
     def put_alerts(self, alerts: Iterable[Alert]) -> None:
         self._reach()
+        if self.refuses_alerts and alerts:
+            raise ValueError("no such text")
         super().put_alerts(alerts)
 
     def alerts(self, run: str | None = None, open_only: bool = False) -> list[Alert]:
@@ -43,6 +54,9 @@ class FailingStore(MemoryStore):
     def runs(self) -> list:
         self._reach()
         return super().runs()
+
+    def refuses(self, error: Exception) -> bool:
+        return isinstance(error, ValueError)
 
     def delete(self, run: str) -> None:
         self._reach()
@@ -71,6 +85,7 @@ def writer(store: FailingStore, folder: Path) -> Iterable[Writer]:
         Alerts(store, load_rules()),  # type: ignore[arg-type]
         Delivery(folder / "alerts.jsonl"),
         Requests(folder / "requests"),
+        folder,
     )
     yield one
     store.down.clear()
@@ -117,12 +132,98 @@ def test_a_store_that_is_away_from_the_first_iteration_on(store: FailingStore, w
 def test_an_end_while_the_store_is_away_does_not_wait_for_it(store: FailingStore, folder: Path) -> None:
     store.down.set()
     alerts = Alerts(store, load_rules())  # type: ignore[arg-type]
-    one = Writer(store, alerts, Delivery(folder / "a.jsonl"), Requests(folder / "q"))  # type: ignore[arg-type]
+    one = Writer(store, alerts, Delivery(folder / "a.jsonl"), Requests(folder / "q"), folder)  # type: ignore[arg-type]
     one.put([iteration(1)])
     until(lambda: bool(one.trouble))
     started = time.monotonic()
     assert one.close() and time.monotonic() - started < 2
     assert not store.kept
+
+
+def test_what_the_store_refuses_is_set_aside_and_the_rest_goes_on(
+    store: FailingStore, writer: Writer, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("steptron_metrics.server.writer._FIRST_PAUSE_SECONDS", 0.01)
+    store.refused = {2}
+    one = Aggregate("moe.tokens", 3, np.arange(14, dtype=np.float32).reshape(7, 2))
+    figure = Derived("a.b", np.array([3], np.int32), np.array([1.5], np.float32), np.array([0], np.int32))
+    second = replace(iteration(2), aggregates=(one,), derived=(figure,), events=(Event("kind", "detail"),))
+    writer.put([iteration(1), second, iteration(3), iteration(1, run="s")])
+    until(lambda: writer.unwritten == 0)
+    assert set(store.kept) == {("r", 1), ("r", 3), ("s", 1)} and writer.unwritten_bytes == 0
+    assert (writer.stored, writer.set_aside, writer.trouble) == (3, 1, "")
+    # It is done with all the same: its frames may be deleted one day.
+    assert sorted((one.run, one.iteration) for one in writer.written()) == [("r", 1), ("r", 2), ("r", 3), ("s", 1)]
+    (file,) = (folder / "set_aside").iterdir()
+    assert "iteration 2 of run r is not in the database, which refuses it (ValueError: iteration 2" in caplog.text
+    assert str(file) in caplog.text
+    with np.load(file) as kept:
+        about = json.loads(str(kept["about"]))
+        assert about["iteration"] == 2 and about["reason"] == "ValueError: iteration 2 is out of range"
+        assert about["events"] == [["kind", "detail"]]
+        np.testing.assert_array_equal(kept["moe.tokens:3"], one.values)
+        assert kept["a.b:values"].tolist() == [1.5]
+
+
+def test_nothing_is_set_aside_while_the_store_is_away(
+    store: FailingStore, writer: Writer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steptron_metrics.server.writer._FIRST_PAUSE_SECONDS", 0.001)
+    store.down.set()
+    writer.put([iteration(1)])
+    until(lambda: bool(writer.trouble))
+    time.sleep(0.1)  # more attempts than a refusal takes
+    assert writer.unwritten == 1 and writer.set_aside == 0 and not (folder / "set_aside").exists()
+
+
+def test_alerts_that_the_store_refuses_keep_no_iteration_back(
+    store: FailingStore, writer: Writer, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("steptron_metrics.server.writer._FIRST_PAUSE_SECONDS", 0.01)
+    store.refuses_alerts = True
+    writer.put([iteration(1, missing=(3,))])
+    until(lambda: ("r", 1) in store.kept)
+    assert "1 alerts are in the log and in alerts.jsonl only: ValueError: no such text" in caplog.text
+    assert len((folder / "alerts.jsonl").read_text().splitlines()) == 1
+
+
+def test_files_set_aside_take_up_a_bounded_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steptron_metrics.server.aside.MAX_BYTES", 5000)
+    for number in range(1, 21):
+        set_aside(folder, iteration(number), "why")
+    files = list((folder / "set_aside").iterdir())
+    assert 1 < len(files) < 20 and sum(file.stat().st_size for file in files) <= 5000
+    newest = sorted(int(file.stem.rsplit("-", 1)[1]) for file in files)
+    assert newest == list(range(21 - len(files), 21))
+
+
+def test_a_store_that_has_to_be_opened_anew_ends_the_writer(
+    store: FailingStore, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(_: object) -> None:
+        raise Invalidated("fatal")
+
+    store.put = put  # type: ignore[method-assign]
+    seen: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    writer.put([iteration(1)])
+    until(lambda: not writer.running)
+    assert seen == [Invalidated]
+
+
+def test_what_a_process_has_to_do_again_is_bounded(store: FailingStore, writer: Writer) -> None:
+    sizes: list[int] = []
+    put = store.put
+
+    def counted(iterations: Sequence[Iteration]) -> None:
+        sizes.append(len(iterations))
+        put(iterations)
+
+    store.put = counted  # type: ignore[method-assign]
+    large = (Aggregate("a.b", 0, np.zeros((7, 150_000), np.float32)),)  # 4.2 MB
+    writer.put([replace(iteration(number), aggregates=large) for number in range(1, 20)])
+    until(lambda: writer.unwritten == 0)
+    assert sum(sizes) == 19 and max(sizes) <= 4
 
 
 def test_a_rule_that_fails_does_not_keep_iterations_from_being_stored(

@@ -26,7 +26,7 @@ export class ServerPage {
   changed() {}
 
   async #read() {
-    const [state, alerts] = await Promise.all([getJson("server"), getJson("alerts", { open: true, limit: 50 })]);
+    const [state, alerts] = await Promise.all([getJson("server"), getJson("alerts", { open: true, limit: 50 }).catch(() => null)]);
     const part = state.journal_limit_bytes ? state.journal_bytes / state.journal_limit_bytes : 0;
     const tiles = [
       ["waiting", whole(state.pending_iterations), "iterations not stored yet"],
@@ -35,9 +35,11 @@ export class ServerPage {
       ["journal", bytes(state.journal_bytes), `${Math.round(part * 100)} % of ${bytes(state.journal_limit_bytes)}`, part > 0.9],
       ["database", bytes(state.database_bytes), ""],
       ["disk", bytes(state.free_bytes), "free"],
+      ...(state.set_aside ? [["set aside", whole(state.set_aside), "refused by the database", true]] : []),
       ["webhook", whole(state.webhook_waiting), state.webhook_failed ? `${whole(state.webhook_failed)} failed` : "waiting", state.webhook_failed > 0],
     ];
     fill(this.box,
+      state.trouble ? h("p", { class: "trouble", role: "alert" }, "▲ ", h("strong", {}, "Nothing is stored: "), state.trouble) : null,
       h("p", { class: "quiet" }, `${state.software}, up for ${duration((state.now_ns - state.started_ns) / 1e9)}`),
       h("div", { class: "tiles" }, tiles.map(([name, text, note, alarmed]) => h("div", { class: alarmed ? "tile alarmed" : "tile" },
         h("span", { class: "tile-name" }, name), h("span", { class: "tile-value" }, text), h("span", { class: "tile-note" }, note)))),
@@ -49,7 +51,7 @@ export class ServerPage {
         box("Waiting", ["run", "iteration", "ranks", "since"], state.waiting.map((one) => [
           one.run, whole(one.iteration), `${whole(one.ranks)} of ${whole(one.world_size)}`, ago(one.since_ns)]))),
       h("h2", {}, "Open alerts of all runs"),
-      h("div", { class: "alerts" }, alerts.length ? alerts.map((alert) => alertCard(alert, { withRun: true })) : h("p", { class: "quiet" }, "none")));
+      h("div", { class: "alerts" }, alerts?.length ? alerts.map((alert) => alertCard(alert, { withRun: true })) : h("p", { class: "quiet" }, alerts ? "none" : "the database does not answer")));
   }
 }
 
