@@ -30,8 +30,7 @@ app = typer.Typer(
 _Where = Annotated[
     str,
     typer.Argument(
-        help="Address of a server's page (host:port or a URL), the server's folder, or URL of its PostgreSQL "
-        "database.",
+        help="Address of a server's page (host:port or a URL), the server's folder, or URL of its PostgreSQL database.",
         metavar="ADDRESS|FOLDER",
     ),
 ]
@@ -190,7 +189,11 @@ def alerts(
 @app.command()
 def delete(
     address: Annotated[
-        str, typer.Argument(help="Address of the server's page: host:port or a URL.", metavar="ADDRESS")
+        str,
+        typer.Argument(
+            help="Address of the page of a running server (host:port or a URL), or its folder.",
+            metavar="ADDRESS|FOLDER",
+        ),
     ],
     run: _Run,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
@@ -199,15 +202,17 @@ def delete(
     certificate: _Root = None,
 ) -> None:
     """Delete everything that a running server has of a run."""
-    from steptron.cli.metrics_deletion import delete_run
-
     with _reading(address, token, certificate) as source:
+        from steptron_metrics.reading.remote import RemoteSource
+
+        if not isinstance(source, RemoteSource):
+            raise UserError(f"{address}: no server runs there; start it: it deletes a run together with its raw values")
         found = next((one for one in source.runs() if one.name == run), None)
-    if found is None:
-        raise UserError(f"{address} has no run {run}")
-    if not yes:
-        typer.confirm(f"delete {found.iterations:,} iterations of run {run} for good?", abort=True)
-    delete_run(address, run, force=force, token=token, certificate=certificate)
+        if found is None:
+            raise UserError(f"{address} has no run {run}")
+        if not yes:
+            typer.confirm(f"delete {found.iterations:,} iterations of run {run} for good?", abort=True)
+        source.delete(run, force=force)
     typer.echo(f"run {run} is deleted")
 
 

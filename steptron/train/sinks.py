@@ -122,8 +122,8 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
-            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise UserError(
                 "train.logging.tensorboard needs the package tensorboard: `pip install tensorboard`, "

@@ -170,7 +170,7 @@ def test_a_deletion_asks_and_a_live_run_is_kept(server: Server) -> None:
     result = CliRunner().invoke(app, arguments, input="n\n")
     assert result.exit_code == 1 and "delete 60 iterations of run small for good?" in result.output
     assert "has no run absent" in bad("delete", server.http_address, "absent", "--yes")
-    assert "the run is live: --force deletes it" in bad("delete", server.http_address, "small", "--yes")
+    assert "is live: with force it is deleted all the same" in bad("delete", server.http_address, "small", "--yes")
     assert "60" in good("runs", server.http_address)
 
 

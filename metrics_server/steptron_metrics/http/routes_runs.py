@@ -79,7 +79,9 @@ async def delete_run(
     except KeyError:
         raise ApiError(404, f"there is no run {run!r}") from None
     if not force and is_live(asking.context, found):
-        raise ApiError(409, f"run {run!r} is live; with force=true it is deleted all the same")
+        raise ApiError(
+            409, f"run {run!r} is live: with force it is deleted all the same, and it comes back with its next frame"
+        )
     await queries.do(lambda: asking.context.delete(run))
     queries.forget_runs()
     return Response(status_code=204)

@@ -58,12 +58,16 @@ class RemoteSource:
         self.journal = journal
         self._token = token
         self._timeout_seconds = timeout_seconds
-        self._context = None
+        context = None
         if certificate is not None:
             try:
-                self._context = ssl.create_default_context(cafile=certificate)
+                context = ssl.create_default_context(cafile=certificate)
             except (OSError, ssl.SSLError) as error:
                 raise MetricsError(f"{certificate}: no PEM file of certificates ({error})") from error
+        # Proxies are for the world outside, as in the client.
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
 
     def runs(self) -> list[Run]:
         return [_run(one) for one in self._json("runs")]
@@ -173,16 +177,24 @@ class RemoteSource:
         except (OSError, http.client.HTTPException) as error:
             raise MetricsError(f"{self.name}: the answer broke off: {error}") from error
 
-    def _open(self, path: str, parameters: Mapping[str, object]) -> http.client.HTTPResponse:
+    def delete(self, run: str, force: bool = False) -> None:
+        """Deletes everything that the server has of a run; ``force``: also while it is live.
+
+        Raises:
+            KeyError: there is no such run.
+            MetricsError: the server does not answer, or refuses.
+        """
+        with self._open(_path(run), {"force": str(force).lower()}, method="DELETE"):
+            return
+
+    def _open(self, path: str, parameters: Mapping[str, object], method: str = "GET") -> http.client.HTTPResponse:
         url = f"{self.name}/api/v1/{path}"
         if parameters:
             url += "?" + urlencode(parameters, doseq=True)
         headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
-        request = urllib.request.Request(url, headers=headers)
+        request = urllib.request.Request(url, headers=headers, method=method)
         try:
-            response: http.client.HTTPResponse = urllib.request.urlopen(
-                request, timeout=self._timeout_seconds, context=self._context
-            )
+            response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout_seconds)
         except urllib.error.HTTPError as error:
             reason = _reason(error)
             if error.code == 404:
