@@ -101,8 +101,7 @@ class Load:
 
 
 def _send(load: Load, number: int, ready: Connection) -> None:
-    """A client process: sends an iteration of all its ranks when its time has come and those of the one before have been
-    acknowledged."""
+    """A client process: sends an iteration of all its ranks when it is time and the one before is acknowledged."""
     own = range(number, WORLD // RANKS_PER_CONNECTION, load.processes)
     rng = np.random.default_rng(number)
     clients, layouts = [], []
@@ -375,7 +374,8 @@ def share_of_step(server: Server, folder: Path, rounds: int) -> dict[str, float]
                 telemetry.begin(number // 2 + 1)
             result = step.run(batches, 1e-4, 1e-3)
             if looks:
-                telemetry.end(result, 1, {"train.learning_rate": 1e-4, "train.batch_size": 8})
+                rates = {"train.learning_rate": 1e-4, "train.batch_size": 8}
+                telemetry.end(result.observed, result.gradient_norm, 1, rates)
                 telemetry.send()
             if number >= 4:
                 seconds[looks].append(time.perf_counter() - begin)

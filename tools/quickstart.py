@@ -41,7 +41,7 @@ DEFAULT_FOLDER = Path("runs/quickstart")
 CONFIG = Path("configs/pretrain/tiny-quickstart.yaml")
 VOCABULARY = 4096
 PROMPT = "def "
-RUN_NAME = "train"  # at the metrics server: the name of the run's folder
+RUN_NAME = "quickstart"  # at the metrics server
 SHORT_RUN_STEPS = 100  # runs below it get a warm-up in proportion: the configuration's 20 steps are for longer ones
 SILENCE_LIMIT_SECONDS = 900  # a step that prints nothing for so long is taken for stuck
 STOP_LIMIT_SECONDS = 330  # silence allowed to a step that was asked to stop: `steptron pretrain` gives itself 300
@@ -263,7 +263,9 @@ class Quickstart:
                 self.pretrain(self.steps),
                 (self.run,),
                 resumable=True,
-                aside=() if self.metrics_server is None else (f"telemetry.server={self.metrics_server}",),
+                aside=()
+                if self.metrics_server is None
+                else (f"telemetry.server={self.metrics_server}", f"telemetry.run={RUN_NAME}"),
             ),
             Step(
                 "experts",

@@ -61,6 +61,7 @@ class Manifest(BaseModel):
         progress: how far the run had come; None in a checkpoint that holds a model alone.
         optimizer_steps: updates that the optimizer's state has seen.
         validation_loss: cross entropy of the main head at this step, nats; None if it was not validated.
+        requested: an alert asked for it.
         datasets: content hashes of the training datasets, in their order.
         files: every other file of the folder, by name.
     """
@@ -77,6 +78,7 @@ class Manifest(BaseModel):
     progress: Progress | None
     optimizer_steps: int = 0
     validation_loss: float | None = None
+    requested: bool = False
     datasets: list[str] = []
     files: dict[str, FileSum]
 

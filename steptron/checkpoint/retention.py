@@ -19,20 +19,27 @@ class Kept:
     Attributes:
         step: optimizer steps.
         validation_loss: nats; None where it was not validated.
+        requested: an alert asked for it.
     """
 
     step: int
     validation_loss: float | None = None
+    requested: bool = False
 
 
 def superfluous(checkpoints: Iterable[Kept], rule: CheckpointConfig) -> list[int]:
     """Steps of the checkpoints that a rule does not keep, ascending.
 
     Kept are the newest ``keep``, those at multiples of ``keep_every_steps``, and the ``keep_best`` of lowest
-    validation loss, the later one of equals.
+    validation loss, the later one of equals; besides, the newest ``keep_requested`` that alerts have asked for, and of
+    each the one before it: what an alert has seen may have begun earlier.
     """
     steps = sorted(checkpoints, key=lambda kept: kept.step)
-    newest = {kept.step for kept in steps[-rule.keep :]}
+    regular = [kept for kept in steps if not kept.requested]
+    newest = {kept.step for kept in (regular or steps)[-rule.keep :]}
+    for asked in [kept for kept in steps if kept.requested][-rule.keep_requested :] if rule.keep_requested else ():
+        newest |= {asked.step, max((kept.step for kept in regular if kept.step < asked.step), default=asked.step)}
+    newest |= {kept.step for kept in steps[-1:]}  # a run goes on from the newest, whoever asked for it
     validated = [kept for kept in steps if kept.validation_loss is not None]
     best = sorted(validated, key=lambda kept: (kept.validation_loss, -kept.step))[: rule.keep_best]
     stays = newest | {kept.step for kept in best}
@@ -71,6 +78,7 @@ def prune(output: Path, rule: CheckpointConfig, damaged: Collection[Path] = ()) 
 
 def _read(folder: Path) -> Kept | None:
     try:
-        return Kept(step_of(folder), read_manifest(folder).validation_loss)
+        manifest = read_manifest(folder)
+        return Kept(step_of(folder), manifest.validation_loss, manifest.requested)
     except UserError:
         return None

@@ -70,6 +70,7 @@ class Saver:
         model: ModelChunks,
         optimizer: Optimizer,
         validation_loss: float | None = None,
+        requested: bool = False,
     ) -> None:
         """Copies the state of a run and begins to write it. Collective; no other save may be pending.
 
@@ -77,6 +78,7 @@ class Saver:
             progress: how far the run has come.
             model, optimizer: what is saved; both may change as soon as this returns.
             validation_loss: of the main head at this step, nats, where it is known.
+            requested: an alert asked for it.
 
         Raises:
             UserError: on every rank: the folder cannot be written (the message names it and the reason).
@@ -92,6 +94,7 @@ class Saver:
             progress=progress,
             optimizer_steps=optimizer.num_steps,
             validation_loss=validation_loss,
+            requested=requested,
             datasets=self._datasets,
             files={},
         )

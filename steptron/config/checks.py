@@ -739,8 +739,8 @@ def _telemetry(telemetry: TelemetryConfig) -> Iterator[str]:
                 yield f"telemetry.keep.{name}: it is not measured in every micro-batch; those that are: {kept}"
     if telemetry.server is None:
         return
-    host, _, port = telemetry.server.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+    match = re.fullmatch(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", telemetry.server)
+    if match is None or not 0 < int(match[1]) < 65_536:
         yield f"telemetry.server ({telemetry.server}) must be host:port, such as localhost:7077"
     if importlib.util.find_spec("grpc") is None:
         yield "telemetry.server needs grpcio: `pip install 'steptron[metrics]'`, or leave telemetry.server unset"

@@ -458,6 +458,9 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = Field(
         0, description="checkpoints of lowest validation loss that are kept, of those at whose step the run validates"
     )
+    keep_requested: NonNegativeInt = Field(
+        2, description="newest checkpoints that alerts have asked for that are kept, each with the one before it"
+    )
     tolerated_failures: NonNegativeInt = Field(
         2, description="checkpoints in a row that may fail to be written before the run stops; the last one may not"
     )
@@ -596,7 +599,7 @@ class TelemetryConfig(Section):
 
     server: str | None = Field(None, description="address of the metrics server, host:port; off when unset")
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
-        None, description="name of the run at the server; that of `train.output`'s last folder when unset"
+        None, description="name of the run at the server; the last two parts of `train.output` when unset"
     )
     certificate: FilePath | None = Field(
         None, description="PEM file of the authority that signed the server's certificate; no TLS when unset"

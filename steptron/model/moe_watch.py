@@ -23,11 +23,12 @@ class MoeWatch:
         with_alignment: whether experts' alignment is looked at, for which gate and up are computed a second time.
         probability: fp32 [E], router probability of every expert, mean over this rank's tokens.
         confidence: scalar, router probability of a token's selected experts together, mean over this rank's tokens.
-        group_share: fp32 [G], selections of each group of experts over the mean of the groups, of this rank's tokens.
+        group_share: fp32 [G], selections of each group of experts over the mean of the groups, of all tokens of the
+            micro-batch: G f_g of the balance loss.
         tokens: fp32 [local E], rows that each of this rank's experts has got.
         load: scalar, all of them over the mean of the expert-parallel ranks.
         intermediate_norm: fp32 [2, local E], root mean square and maximum over an expert's rows of ||h||_2 of the
-            intermediate, before the routing weight; NaN without a row.
+            intermediate, before the routing weight; NaN without a row, infinite where a row is not finite.
         output_norm: fp32 [2, local E], likewise of the output.
         alignment: fp32 [local E], mean over an expert's rows of ||silu(g) * u|| / (||silu(g)|| ||u||), unclamped.
 
@@ -52,7 +53,7 @@ class MoeWatch:
         layer: int,
         probabilities_TE: Tensor,
         selected_T: Tensor,
-        tokens_per_expert_E: Tensor,
+        share_G: Tensor,
         valid_T: Tensor | None,
     ) -> None:
         """What a router decided.
@@ -61,7 +62,7 @@ class MoeWatch:
             layer: its index.
             probabilities_TE: [T, E], rows sum to 1.
             selected_T: [T], those of the selected experts together.
-            tokens_per_expert_E: int64 [E], selections of non-padding tokens.
+            share_G: [G], f_g of the balance loss: share of each group in the selections.
             valid_T: bool [T], false on padding; None: no padding.
         """
         if valid_T is None:
@@ -71,8 +72,7 @@ class MoeWatch:
             valid = valid_T.to(probabilities_TE.dtype)
             self.probability[layer] = valid @ probabilities_TE / valid.sum()
             self.confidence[layer] = torch.dot(valid, selected_T) / valid.sum()
-        counts_G = tokens_per_expert_E.view(self.num_groups, -1).sum(dim=1).to(torch.float32)
-        self.group_share[layer] = counts_G / counts_G.mean()
+        self.group_share[layer] = share_G * self.num_groups
 
     def experts(self, layer: int, experts: GroupedExperts, mean_rows: int) -> ExpertRows:
         """What takes the rows of this rank's experts.
@@ -98,9 +98,9 @@ class MoeWatch:
 
 
 def _norms(squared_norms_N2: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Root mean squares and maxima [E, 2] over each expert's rows, those that are NaN left out."""
-    unmeasured = squared_norms_N2.isnan()
-    squares_N2 = squared_norms_N2.masked_fill(unmeasured, 0.0)
+    """Root mean squares and maxima [E, 2] over each expert's rows, without negative ones; infinite where one is NaN."""
+    unmeasured = squared_norms_N2 < 0
+    squares_N2 = squared_norms_N2.masked_fill(unmeasured, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     measured_E2 = counts_E[:, None] - _by_expert("sum", unmeasured.to(squares_N2.dtype), counts_E)
     rms_E2 = (_by_expert("sum", squares_N2, counts_E) / measured_E2).sqrt()
     largest_E2 = _by_expert("max", squares_N2, counts_E).sqrt()

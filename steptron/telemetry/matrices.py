@@ -109,10 +109,10 @@ def norms(metric: str, parts: Sequence[OwnedPart], tensor: Callable[[OwnedPiece]
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """fp32 [n]."""
+    """fp32 [n]; infinite where they are not finite, since NaN stands for what was not measured."""
     if not tensors:
         return torch.empty(0)
-    return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32))
+    return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32)).nan_to_num(nan=torch.inf)
 
 
 class MatrixProbes:
@@ -167,7 +167,7 @@ class MatrixProbes:
         assert self._due is not None
         keys = [id(piece) for piece in update.pieces]
         if self._answers_for_cut or not is_cut(update.pieces[0]):
-            self._largest |= zip(keys, update.largest_N.unbind(), strict=True)
+            self._largest |= zip(keys, update.largest_N.nan_to_num(nan=torch.inf).unbind(), strict=True)
             if any(self._due.measures("update.norm", role) for role in {self._roles[key] for key in keys}):
                 norms_N = torch.linalg.vector_norm(update.o_NRC, dim=(1, 2))
                 # A matrix whose iteration was not finite keeps its weights.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from steptron.train.step import StepResult
+from steptron.train.step import Observation
 
 
 class NoTelemetry:
@@ -13,8 +13,10 @@ class NoTelemetry:
     def begin(self, step: int) -> None:
         """Before a step, 1 for the first."""
 
-    def end(self, result: StepResult | None, consumed_tokens: int, rates: dict[str, float]) -> None:
-        """After the step; without a result where no update was made."""
+    def end(
+        self, observed: Observation, gradient_norm: float | None, consumed_tokens: int, rates: dict[str, float]
+    ) -> None:
+        """After the step; without a gradient norm where no update was made."""
 
     def note(self, metric: str, value: float) -> None:
         """A figure that belongs to the latest step."""

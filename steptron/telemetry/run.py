@@ -22,7 +22,7 @@ from steptron.telemetry.probes import Probes
 from steptron.telemetry.quantities import resolve
 from steptron.telemetry.stopwatch import Stopwatch
 from steptron.train.messages import warn
-from steptron.train.step import StepResult, TrainStep
+from steptron.train.step import Observation, TrainStep
 from steptron_metrics.client import ClientStatus, Layout, MetricsClient
 from steptron_metrics.protocol.description import Series
 from steptron_metrics.results import Event
@@ -97,13 +97,17 @@ class Telemetry(NoTelemetry):
         """Before a step, 1 for the first."""
         self._number = step
         self._probes.begin(step)
+        self._stopwatch.take()  # what a validation has added since the last step
         self._started = time.perf_counter()
 
-    def end(self, result: StepResult | None, consumed_tokens: int, rates: dict[str, float]) -> None:
+    def end(
+        self, observed: Observation, gradient_norm: float | None, consumed_tokens: int, rates: dict[str, float]
+    ) -> None:
         """After the step.
 
         Args:
-            result: None where no update was made.
+            observed: what the forward passes showed.
+            gradient_norm: None where no update was made.
             consumed_tokens: of the run, this step's included.
             rates: further figures of the step, by metric.
         """
@@ -112,8 +116,8 @@ class Telemetry(NoTelemetry):
         own: list[tuple[Series, float]] = [
             (Series("rank.stage"), float(self._stage)),
         ]
-        if self._is_reporter and result is not None:
-            own += _of_the_run(result, seconds, rates)
+        if self._is_reporter:
+            own += _of_the_run(observed, gradient_norm, seconds, rates)
         self._latest = _Frame(
             self._number,
             tuple(series for part in measured for series in part.series),
@@ -184,30 +188,40 @@ class Telemetry(NoTelemetry):
 
 
 def run_name(config: PretrainConfig) -> str:
-    """The configured name, or the last part of the output folder."""
+    """The configured name, or the last two parts of the output folder, such as ``quickstart-train``."""
     return config.telemetry.run or default_run_name(config.train.output)
 
 
 def default_run_name(output: Path) -> str:
     """A name that the server takes, made from a folder's."""
-    resolved = output.resolve()
-    text = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in resolved.name)
+    joined = "-".join(output.resolve().parts[1:][-2:])
+    text = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in joined)
     return text.lstrip("._-")[:128] or "run"
 
 
-def _of_the_run(result: StepResult, seconds: float, rates: dict[str, float]) -> list[tuple[Series, float]]:
-    """What rank 0 reports of a step for all."""
-    observed = result.observed
+def _of_the_run(
+    observed: Observation, gradient_norm: float | None, seconds: float, rates: dict[str, float]
+) -> list[tuple[Series, float]]:
+    """What rank 0 reports of a step for all.
+
+    On the wire NaN says that nothing was measured: a loss that is NaN goes out as infinity.
+    """
+    losses, targets = observed.losses, observed.counts.targets
     figures = {
-        "train.loss": observed.losses.total,
-        "train.lm_loss": observed.losses.lm,
-        "train.grad_norm": result.gradient_norm,
+        "train.loss": losses.total,
         "train.tokens_per_second": observed.counts.valid / max(seconds, 1e-9),
-        "train.ep_loss": math.nan if observed.losses.ep is None else observed.losses.ep,
         **rates,
     }
+    if targets[0]:
+        figures["train.lm_loss"] = losses.lm
+    if gradient_norm is not None:
+        figures["train.grad_norm"] = gradient_norm
+    if losses.ep is not None:
+        figures["train.ep_loss"] = losses.ep
     own = [(Series(metric), value) for metric, value in figures.items()]
-    return own + [(Series("train.mtp_loss", first=depth), loss) for depth, loss in enumerate(observed.losses.mtp)]
+    depths = zip(losses.mtp, targets[1:], strict=True)
+    own += [(Series("train.mtp_loss", first=depth), loss) for depth, (loss, count) in enumerate(depths) if count]
+    return [(series, math.inf if math.isnan(value) else value) for series, value in own]
 
 
 def _describe_loss(status: ClientStatus) -> str:

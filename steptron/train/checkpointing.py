@@ -46,7 +46,9 @@ class Checkpointing:
         """This process has written its part of the checkpoint that is being written."""
         return self._saver.is_written
 
-    def save(self, progress: Progress, validation_loss: float | None, clips: bool, last: bool) -> None:
+    def save(
+        self, progress: Progress, validation_loss: float | None, clips: bool, last: bool, requested: bool = False
+    ) -> None:
         """Writes a checkpoint, after the one before it is complete.
 
         Args:
@@ -55,6 +57,7 @@ class Checkpointing:
             clips: experts' weights are clipped first, where that is on; False where only a signal asks for a
                 checkpoint, at which the run would not clip.
             last: the process ends after it: it is waited for, and a failure is an error.
+            requested: an alert asked for it; it was not due.
 
         Raises:
             UserError: parameters are not finite (nothing is written), or too many checkpoints could not be written.
@@ -71,7 +74,7 @@ class Checkpointing:
         if clips and clipping is not None and (clipped := clipping.apply()):
             self._say(f"step {progress.step}: {clipping.describe(clipped)}")
         try:
-            self._saver.start(progress, self._step.chunks, self._step.optimizer, validation_loss)
+            self._saver.start(progress, self._step.chunks, self._step.optimizer, validation_loss, requested)
         except UserError as error:
             self._failed(error, last)
             return

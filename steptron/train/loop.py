@@ -214,7 +214,8 @@ class Pretraining:
             if diagnostics is not None:
                 diagnostics.end(index + 1)
             consumed = self.progress.consumed_tokens + observed.counts.valid
-            telemetry.end(result, consumed, {"train.learning_rate": lr, "train.batch_size": batch_size})
+            norm = None if result is None else result.gradient_norm
+            telemetry.end(observed, norm, consumed, {"train.learning_rate": lr, "train.batch_size": batch_size})
             if profiler is not None:
                 profiler.end(index + 1, observed.counts.valid)
             if observed.all_written:
@@ -253,12 +254,18 @@ class Pretraining:
                 telemetry.note("validation.lm_loss", validation_loss)
                 meter.restart()
             # After the validation, whose loss it notes: a run that resumes has nothing to make up for.
-            due = _due(self.progress.step, train.checkpoint.every_steps) or done or observed.save_requested
-            if (due or stopping) and train.faults.replica_check_every_steps is not None:
+            due = _due(self.progress.step, train.checkpoint.every_steps) or done
+            asked = observed.save_requested and not due
+            if (due or asked or stopping) and train.faults.replica_check_every_steps is not None:
                 self._check_replicas()
-            if due or stopping:
+            if due or asked or stopping:
                 self._doing(f"checkpoint at step {self.progress.step}")
-                self.checkpointing.save(self.progress, validation_loss, clips=due, last=done or stopping)
+                if asked:
+                    self._say(
+                        f"step {self.progress.step}: a checkpoint, since an alert of the metrics server asks for it"
+                    )
+                last = done or stopping
+                self.checkpointing.save(self.progress, validation_loss, clips=due, last=last, requested=asked)
                 telemetry.event("checkpoint", "an alert asked for it" if observed.save_requested else "")
                 meter.restart()
             if done or stopping:

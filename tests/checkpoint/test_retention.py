@@ -108,3 +108,24 @@ def test_what_a_link_that_stays_points_to_stays(tmp_path: Path) -> None:
     link.symlink_to(target.name)
     prune(tmp_path, CheckpointConfig(keep=1))
     assert list_checkpoints(tmp_path) == [target, link] and not old.exists()
+
+
+def test_what_alerts_ask_for_stays_out_of_the_rotation_with_the_one_before_it() -> None:
+    rule = CheckpointConfig(keep=2, keep_requested=2)
+    asked = {13, 27, 34}
+    steps = [10, 13, 20, 27, 30, 34, 40, 50, 60]
+    left = superfluous([Kept(step, requested=step in asked) for step in steps], rule)
+    # 50 and 60 by number; 27 after 20 and 34 after 30 for alerts; 13 and what came before it are beyond the two newest.
+    assert left == [10, 13, 40]
+    assert superfluous(
+        [Kept(step, requested=step in asked) for step in steps], CheckpointConfig(keep=2, keep_requested=0)
+    ) == [
+        10,
+        13,
+        20,
+        27,
+        30,
+        34,
+        40,
+    ]
+    assert superfluous([Kept(10), Kept(13, requested=True)], CheckpointConfig(keep=1, keep_requested=0)) == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from steptron.config.loader import load
 from steptron.model.experts import GroupedExperts
@@ -132,9 +133,9 @@ def experts_by_hand(train: TrainStep, saved: Saved, valid: list[torch.Tensor]) -
             picked = [sum(float(p[t, e]) for e in chosen[keep][t]) for t in range(len(p))]
             values.setdefault(("moe.confidence", layer, 0), []).append(sum(picked) / len(picked))
             counts = torch.bincount(chosen[keep].flatten(), minlength=p.shape[1])
-            for g, share in enumerate(counts.view(4, -1).sum(dim=1).tolist()):
-                mean = chosen[keep].numel() / 4
-                values.setdefault(("moe.group_share", layer, g), []).append(share / mean)
+            dist.all_reduce(counts, group=mesh.groups.tp_cp)  # of the whole micro-batch, as the balance loss
+            for g, count in enumerate(counts.view(4, -1).sum(dim=1).tolist()):
+                values.setdefault(("moe.group_share", layer, g), []).append(4 * count / int(counts.sum()))
     return {
         key: row[:1] if key[0] == "moe.alignment" else row  # of the first micro-batch only
         for key, row in values.items()
@@ -367,3 +368,22 @@ def test_measures_what_is_due_and_looks_at_nothing_else(pool: WorkerPool) -> Non
         others = {f"weight.norm.{role}" for role in roles - {"query"}}
         assert (metrics & others == others) if step % 3 == 0 else not metrics & others
         assert metrics <= {"moe.tokens"} | {name for name in metrics if name.startswith("weight.norm")}
+
+
+def watched_norms(rank: int, world_size: int, kernels: str) -> list[list[float]]:
+    """Largest norms of layer 5's experts when one weight of expert 3 is NaN."""
+    train, batches = build(world_size, [f"train.kernels={kernels}"]), make_batches()
+    probes = Probes(train, 1, every_step("micro_batches"))
+    with torch.no_grad():
+        train.chunks[0].layers["5"].ffn.experts.down_projection[3, 0, 0] = torch.nan
+    probes.begin(1)
+    train.accumulate_gradients(batches)
+    values = values_of(probes.end())
+    return [values["moe.output_norm_max", 5, expert] for expert in range(8)]
+
+
+@pytest.mark.parametrize("kernels", ["plain", "native"])
+def test_what_is_not_finite_is_told_apart_from_what_is_not_measured(pool: WorkerPool, kernels: str) -> None:
+    (norms,) = pool.run(1, watched_norms, kernels)
+    assert any(math.isinf(value) for value in norms[3]) and not any(math.isnan(value) for value in norms[3][:1])
+    assert not any(math.isinf(value) for expert, row in enumerate(norms) if expert != 3 for value in row)

@@ -215,7 +215,7 @@ def train(kind: str, seed: int, steps: int, server: Server, folder: Path, mesh: 
     output = folder / name
     output.mkdir(parents=True, exist_ok=True)
     overrides = (*OVERRIDES, f"train.steps={steps}", f"train.seed={seed}", f"train.output={output}")
-    config = load(NANO, [*overrides, f"telemetry.server={server.address}"]).config
+    config = load(NANO, [*overrides, f"telemetry.server={server.address}", f"telemetry.run={name}"]).config
     device = torch.device("cpu")
     stopwatch = Stopwatch(device)
     step = TrainStep(config, mesh, device, stopwatch=stopwatch)
@@ -226,7 +226,7 @@ def train(kind: str, seed: int, steps: int, server: Server, folder: Path, mesh: 
             lr = learning_rate(config.optimizer, number - 1, steps)
             telemetry.begin(number)
             result = step.run(source.batches(), lr, config.balance.bias.rate)
-            telemetry.end(result, number, {"train.learning_rate": lr})
+            telemetry.end(result.observed, result.gradient_norm, number, {"train.learning_rate": lr})
             planted.after(number)
             losses.append(result.observed.losses.total)
             if number == steps:

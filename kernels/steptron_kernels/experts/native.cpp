@@ -193,9 +193,10 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const std::optio
     release<T>();
     if (squares != nullptr) {
       for (int64_t r = 0; r < block.rows; ++r) {
-        const float w = weight[source.weight(block.row + r)];  // 0 gives 0 / 0: not measured
-        squares[2 * (block.row + r)] = sum_of_squares(activated.data() + r * width, width) / w / w;
-        squares[2 * (block.row + r) + 1] = sum_of_squares(output + r * hidden, hidden) / w / w;
+        const float w = weight[source.weight(block.row + r)];
+        float* square = squares + 2 * (block.row + r);
+        square[0] = w == 0.0f ? -1.0f : sum_of_squares(activated.data() + r * width, width) / w / w;
+        square[1] = w == 0.0f ? -1.0f : sum_of_squares(output + r * hidden, hidden) / w / w;
       }
     }
   });

@@ -62,7 +62,7 @@ def experts(
         recompute_rows: gather the rows that a plan says again in the backward, instead of keeping them.
         recompute_product: do so with the weighted activations, the input of the second product.
         squared_norms: fp32 [N, 2], gets, if given, of each row ||h||^2 of the activations and ||y||^2 of the output,
-            both before the routing weight (computed from the weighted ones, divided by w^2; NaN where w is 0).
+            both before the routing weight (computed from the weighted ones, divided by w^2; -1 where w is 0).
 
     Returns:
         [N, H]; with a plan [T, H], summed over each token's experts.
@@ -96,7 +96,7 @@ def experts(
 @torch.no_grad()
 def _squared_norms(rows: Tensor, weights_N: Tensor, out_N: Tensor) -> None:
     norms_N = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32))
-    out_N.copy_((norms_N / weights_N).square())
+    out_N.copy_((norms_N / weights_N).square().masked_fill(weights_N == 0, -1.0))
 
 
 class _Scatter(torch.autograd.Function):
