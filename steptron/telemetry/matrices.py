@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from steptron.telemetry.frame import Measured
 from steptron.telemetry.quantities import Due
 from steptron_metrics.protocol.description import Combination, Series
 
+Group = Literal["all", "others", "muon"]
+"""Parts that this rank owns, those that Muon does not update, and those that it does and that this rank answers for."""
 _SAMPLE = 8
 """Projections of experts whose gradients' stable ranks are measured at once; it takes eigenvalues."""
 
@@ -89,7 +92,7 @@ def owned_parts(owned: Sequence[OwnedPiece], spec: ModelSpec) -> list[OwnedPart]
     return sorted(parts, key=lambda part: part.item)
 
 
-def series_of(metric: str, items: Sequence[Item], combination: Combination = Combination.SAMPLES) -> list[Series]:
+def series_of(metric: str, items: Sequence[Item], combination: Combination) -> list[Series]:
     """Series whose values follow each other as sorted, distinct items do."""
     series: list[Series] = []
     for item in items:
@@ -102,10 +105,16 @@ def series_of(metric: str, items: Sequence[Item], combination: Combination = Com
     return series
 
 
-def norms(metric: str, parts: Sequence[OwnedPart], tensor: Callable[[OwnedPiece], Tensor]) -> Measured:
-    """Frobenius norms of what this rank has of matrices."""
-    series = series_of(metric, [part.item for part in parts], Combination.ROOT_SUM_SQUARES)
-    return Measured(series, norms_of([part.of(tensor(part.piece)) for part in parts]))
+@dataclass(frozen=True)
+class Plan:
+    """What a metric is measured of: parts, and the series that their values make, one after the other."""
+
+    parts: Sequence[OwnedPart]
+    series: Sequence[Series]
+
+    @classmethod
+    def of(cls, metric: str, parts: Sequence[OwnedPart], combination: Combination) -> Plan:
+        return cls(parts, series_of(metric, [part.item for part in parts], combination))
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -128,15 +137,21 @@ class MatrixProbes:
     def __init__(
         self, spec: ModelSpec, owned: Sequence[OwnedPiece], optimizer: Optimizer, answers_for_cut: bool
     ) -> None:
-        self._parts = owned_parts(owned, spec)
+        parts = owned_parts(owned, spec)
         self._optimizer = optimizer
         self._muon = muon_of(optimizer)
         self._answers_for_cut = answers_for_cut
         by_muon = {id(piece) for piece in self._muon.owned} if self._muon is not None else set()
-        self._by_muon = [id(part.piece) in by_muon for part in self._parts]
-        experts = [part for part, is_own in zip(self._parts, self._by_muon, strict=True) if is_own and _is_expert(part)]
-        self._experts = [id(part.piece) for part in experts]
-        self._roles = {id(part.piece): part.item.role for part in self._parts}
+        muons = [part for part in parts if id(part.piece) in by_muon]
+        self._parts: dict[Group, list[OwnedPart]] = {
+            "all": parts,
+            "others": [part for part in parts if id(part.piece) not in by_muon],
+            "muon": [part for part in muons if answers_for_cut or not is_cut(part.piece)],
+        }
+        self._experts = [id(part.piece) for part in muons if part.piece.piece.shard.parameter.is_expert]
+        self._roles = frozenset(part.item.role for part in parts)
+        self._role_of = {id(part.piece): part.item.role for part in muons}
+        self._plans: dict[tuple[str, Group, frozenset[str]], Plan] = {}
         self._due: Due | None = None
         self._measured: list[Measured] = []
         self._decayed: list[Tensor] = []
@@ -151,10 +166,10 @@ class MatrixProbes:
         self._due, self._measured = due, []
         self._add_norms("weight.norm", lambda piece: piece.weight)
         self._add_norms("gradient.norm", lambda piece: piece.gradient)
-        if dotted := self._of("gradient.dot_weight"):
-            products = [torch.dot(part.of(part.piece.weight).float(), part.of(part.piece.gradient)) for part in dotted]
-            series = series_of("gradient.dot_weight", [part.item for part in dotted], Combination.SUM)
-            self._measured.append(Measured(series, torch.stack(products)))
+        dotted = self._plan("gradient.dot_weight", "all", Combination.SUM)
+        if dotted.parts:
+            pairs = ((part.of(part.piece.weight).float(), part.of(part.piece.gradient)) for part in dotted.parts)
+            self._measured.append(Measured(dotted.series, torch.stack([torch.dot(*pair) for pair in pairs])))
         self._decayed = self._decayed_weights(lr)
         self._changes, self._largest, self._ranks = {}, {}, {}
         self._sampled = self._turn(due)
@@ -168,7 +183,7 @@ class MatrixProbes:
         keys = [id(piece) for piece in update.pieces]
         if self._answers_for_cut or not is_cut(update.pieces[0]):
             self._largest |= zip(keys, update.largest_N.nan_to_num(nan=torch.inf).unbind(), strict=True)
-            if any(self._due.measures("update.norm", role) for role in {self._roles[key] for key in keys}):
+            if any(self._due.measures("update.norm", role) for role in {self._role_of[key] for key in keys}):
                 norms_N = torch.linalg.vector_norm(update.o_NRC, dim=(1, 2))
                 # A matrix whose iteration was not finite keeps its weights.
                 norms_N = norms_N.masked_fill(~update.largest_N.isfinite(), 0.0)
@@ -185,39 +200,41 @@ class MatrixProbes:
         if self._muon is not None:
             self._muon.probes.remove(self)
         if self._decayed:
-            others, masters = self._of("update.norm", by_muon=False), self._masters()
-            changes = torch._foreach_sub([part.of(masters(part.piece)) for part in others], self._decayed)
-            series = series_of("update.norm", [part.item for part in others], Combination.ROOT_SUM_SQUARES)
-            self._measured.append(Measured(series, norms_of(changes)))
+            others, masters = self._plan("update.norm", "others", Combination.ROOT_SUM_SQUARES), self._masters()
+            changes = torch._foreach_sub([part.of(masters(part.piece)) for part in others.parts], self._decayed)
+            self._measured.append(Measured(others.series, norms_of(changes)))
             self._decayed = []
-        self._add("update.norm", self._changes)
-        self._add("muon.largest", self._largest)
-        self._add("gradient.stable_rank", self._ranks)
+        self._add(self._plan("update.norm", "muon"), self._changes)
+        self._add(self._plan("muon.largest", "muon"), self._largest)
+        sampled = [part for part in self._parts["muon"] if id(part.piece) in self._ranks]
+        self._add(Plan.of("gradient.stable_rank", sampled, Combination.SAMPLES), self._ranks)
         return self._measured
 
     def _add_norms(self, metric: str, tensor: Callable[[OwnedPiece], Tensor]) -> None:
-        if parts := self._of(metric):
-            self._measured.append(norms(metric, parts, tensor))
+        plan = self._plan(metric, "all", Combination.ROOT_SUM_SQUARES)
+        if plan.parts:
+            norms = norms_of([part.of(tensor(part.piece)) for part in plan.parts])
+            self._measured.append(Measured(plan.series, norms))
 
-    def _add(self, metric: str, values: dict[int, Tensor]) -> None:
-        parts = [part for part in self._of(metric, by_muon=True) if id(part.piece) in values]
-        if parts:
-            series = series_of(metric, [part.item for part in parts])
-            self._measured.append(Measured(series, torch.stack([values[id(part.piece)] for part in parts])))
+    def _add(self, plan: Plan, values: dict[int, Tensor]) -> None:
+        if plan.parts:
+            self._measured.append(Measured(plan.series, torch.stack([values[id(part.piece)] for part in plan.parts])))
 
-    def _of(self, metric: str, by_muon: bool | None = None) -> list[OwnedPart]:
-        """The parts of which a metric is measured in this step: those that Muon updates, the others, or all."""
+    def _plan(self, metric: str, group: Group, combination: Combination = Combination.SAMPLES) -> Plan:
+        """What a metric is measured of in this step; made once for all steps that measure the same roles."""
         due = self._due
         assert due is not None
-        pairs = zip(self._parts, self._by_muon, strict=True)
-        wanted = [part for part, is_muons in pairs if by_muon is None or is_muons is by_muon]
-        measures = {role: due.measures(metric, role) for role in {part.item.role for part in wanted}}
-        return [part for part in wanted if measures[part.item.role]]
+        roles = frozenset(role for role in self._roles if due.measures(metric, role))
+        key = (metric, group, roles)
+        if key not in self._plans:
+            parts = [part for part in self._parts[group] if part.item.role in roles]
+            self._plans[key] = Plan.of(metric, parts, combination)
+        return self._plans[key]
 
     def _decayed_weights(self, lr: float) -> list[Tensor]:
         """What weight decay alone will make of the weights that Muon does not update."""
         masters, decayed = self._masters(), []
-        for part in self._of("update.norm", by_muon=False):
+        for part in self._plan("update.norm", "others", Combination.ROOT_SUM_SQUARES).parts:
             rule = part.piece.piece.rule
             decayed.append(part.of(masters(part.piece)) * (1 - lr * rule.lr_multiplier * rule.weight_decay))
         return decayed
@@ -234,7 +251,3 @@ class MatrixProbes:
             return frozenset()
         first = due.step // quantity.every_steps * _SAMPLE
         return frozenset(self._experts[(first + index) % len(self._experts)] for index in range(_SAMPLE))
-
-
-def _is_expert(part: OwnedPart) -> bool:
-    return part.piece.piece.shard.parameter.is_expert
