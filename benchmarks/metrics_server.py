@@ -11,6 +11,7 @@ the server's database holds. Everything runs on this machine, clients included.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -32,6 +33,7 @@ from rich.console import Console
 from benchmarks.harness import print_result, print_table
 from steptron_metrics.client import MetricsClient
 from steptron_metrics.protocol.description import Folding, Series
+from steptron_metrics.receiver.main import run as run_receiver
 from steptron_metrics.server.local import Server, running
 from steptron_metrics.settings import Settings
 
@@ -48,6 +50,7 @@ METRICS = (
     "probability",
 )
 RUN = "load"
+_BLOCK = 5
 TARGETS = {
     "iterations_per_second": 1.0,
     "send_wall_p50_ms": 1.0,
@@ -343,8 +346,26 @@ class _Busy:
 # ------------------------------------------------------------------------------------------ a step of tiny
 
 
-def share_of_step(server: Server, folder: Path, rounds: int) -> dict[str, float]:
-    """What probes and client take of a step of the quickstart's training; steps with and without take turns."""
+@contextlib.contextmanager
+def receiver_alone(folder: Path) -> Iterator[str]:
+    """Address of a receiver without the rest of a server: on a cluster that is on other machines."""
+    settings, port = Settings(folder, port=0, http_port=0), 17_177
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=run_receiver, args=(settings, 0, port))
+    process.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.join(30)
+
+
+def share_of_step(address: str, folder: Path, rounds: int) -> float:
+    """What probes and client take of a step of the quickstart's training.
+
+    Blocks of steps with and without take turns; a block's first step is left out, which the client's threads may still
+    be busy beside with frames of the block before.
+    """
     import torch
     import torch.distributed as dist
 
@@ -359,7 +380,7 @@ def share_of_step(server: Server, folder: Path, rounds: int) -> dict[str, float]
     megatron_cpu.install()
     torch.set_num_threads(os.cpu_count() or 1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    overrides = ["parallel.expert=1", f"telemetry.server={server.address}", f"train.output={folder / 'tiny'}"]
+    overrides = ["parallel.expert=1", f"telemetry.server={address}", f"train.output={folder / 'tiny'}"]
     config = load(Path("configs/pretrain/tiny-quickstart.yaml"), overrides).config
     mesh, device = build_mesh(config.parallel), torch.device("cpu")
     stopwatch = Stopwatch(device)
@@ -367,25 +388,22 @@ def share_of_step(server: Server, folder: Path, rounds: int) -> dict[str, float]
     batches = random_batches(config, mesh)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with Telemetry(config, step, stopwatch, lambda text: None) as telemetry:
-        for number in range(2 * rounds + 4):
-            looks = number % 2 == 1
+        looked = 0
+        for number in range(2 * rounds + 2 * _BLOCK):
+            looks = number // _BLOCK % 2 == 1
+            looked += looks
             begin = time.perf_counter()
             if looks:
-                telemetry.begin(number // 2 + 1)
+                telemetry.begin(looked)
             result = step.run(batches, 1e-4, 1e-3)
             if looks:
                 rates = {"train.learning_rate": 1e-4, "train.batch_size": 8}
                 telemetry.end(result.observed, result.gradient_norm, 1, rates)
                 telemetry.send()
-            if number >= 4:
+            if number >= 2 * _BLOCK and number % _BLOCK:
                 seconds[looks].append(time.perf_counter() - begin)
     dist.destroy_process_group()
-    pairs = [a / b - 1 for a, b in zip(seconds[True], seconds[False], strict=True)]
-    return {
-        "share_of_tiny_step": statistics.median(seconds[True]) / statistics.median(seconds[False]) - 1,
-        "share_of_tiny_step_by_pairs": statistics.median(pairs),
-        "tiny_step_seconds": statistics.median(seconds[False]),
-    }
+    return statistics.median(seconds[True]) / statistics.median(seconds[False]) - 1
 
 
 # ------------------------------------------------------------------------------------------ the command
@@ -411,7 +429,14 @@ def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Cal
 
     yield "load", lambda: run_load(options.values, options.seconds, options.processes, options.receivers, options.rate)
     yield "thread", lambda: with_server(thread)
-    yield "step", lambda: with_server(lambda server: share_of_step(server, folder, options.rounds))
+
+    def step() -> dict[str, float]:
+        with receiver_alone(folder / "receiver") as address:
+            alone = share_of_step(address, folder, options.rounds)
+        beside = with_server(lambda server: {"": share_of_step(server.address, folder, options.rounds)})
+        return {"share_of_tiny_step": alone, "share_with_a_server_on_the_same_cores": beside[""]}
+
+    yield "step", step
 
 
 def main() -> None:

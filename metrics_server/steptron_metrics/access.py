@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from typing import Literal, get_args
 import yaml
 
 from steptron_metrics.errors import MetricsError
-
-log = logging.getLogger(__name__)
 
 Right = Literal["write", "read", "delete"]
 RIGHTS: tuple[str, ...] = get_args(Right)
@@ -80,6 +77,11 @@ class Access:
             return f"this token does not allow to {may} run {run!r}"
         return None
 
+    def patterns(self, token: str | None) -> tuple[str, ...] | None:
+        """Patterns of run names that a token is limited to; None where it is not."""
+        found = self._find(token)
+        return None if found is None or "*" in found.runs else found.runs
+
     def _find(self, token: str | None) -> Token | None:
         if token is None or len(token) > MAX_TOKEN_LENGTH:
             return None
@@ -99,7 +101,8 @@ def load_tokens(path: Path | None) -> Access:
         path: of it; None: no tokens are asked for.
 
     Raises:
-        MetricsError: it cannot be read, or an entry is wrong; the message names file and entry, never a token.
+        MetricsError: it cannot be read, others than its owner can read or change it, or an entry is wrong; the message
+            names file and entry, never a token.
     """
     if path is None:
         return Access(None)
@@ -108,8 +111,11 @@ def load_tokens(path: Path | None) -> Access:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise MetricsError(f"tokens {path}: {getattr(error, 'strerror', None) or 'no UTF-8 text'}") from error
-    if stat.S_IMODE(mode) & 0o177:
-        log.warning("tokens %s: others can read or change it (mode %04o): chmod 600 it", path, stat.S_IMODE(mode))
+    if stat.S_IMODE(mode) & 0o077:
+        raise MetricsError(
+            f"tokens {path}: others than its owner can read or change it (mode {stat.S_IMODE(mode):04o}): "
+            f"chmod 600 {path}"
+        )
     try:
         entries = yaml.safe_load(content)
     except yaml.YAMLError as error:

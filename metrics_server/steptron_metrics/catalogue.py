@@ -5,11 +5,11 @@ Other names are taken, stored and shown too; nothing is derived from them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Statistic = Literal["count", "mean", "rms", "min", "median", "max", "p99"]
-Items = Literal["one", "expert", "group", "rank", "depth"]
+Items = Literal["one", "expert", "matrix", "group", "rank", "depth"]
 Cadence = Literal["micro_batch", "iteration", "sampled"]
 
 
@@ -19,12 +19,14 @@ class Metric:
 
     Attributes:
         name: on the wire; with ``by_role`` followed by a dot and the role of a matrix: ``weight.norm.expert_up``.
-        items: what its items are.
+        items: what its items are; of metrics by role this is of the roles of experts, ``expert_*``: the items of others
+            are matrices that need not be alike.
         cadence: how often it is measured.
         headline: the statistic over micro-batches and replicas that stands for an item.
         description: in a phrase, with its unit.
         by_role: there is one for each role of matrices.
-        relative: its max/median and min/median over the items are derived.
+        relative: its max/median and min/median over the items are derived; by role, of experts' roles only.
+        levels: the layer's median is derived, and how it stands beside other layers'.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Metric:
     description: str
     by_role: bool = False
     relative: bool = False
+    levels: bool = False
 
 
 METRICS = (
@@ -54,6 +57,7 @@ METRICS = (
         "max",
         "largest norm of an expert's intermediate over its tokens",
         relative=True,
+        levels=True,
     ),
     Metric(
         "moe.output_norm_rms",
@@ -70,6 +74,7 @@ METRICS = (
         "max",
         "largest norm of an expert's output over its tokens",
         relative=True,
+        levels=True,
     ),
     Metric(
         "moe.probability",
@@ -92,6 +97,21 @@ METRICS = (
         "mean",
         "selections by a rank's tokens that fall on a group of experts, over the mean of the groups: what the balance "
         "loss sees",
+    ),
+    Metric(
+        "moe.group_load_max",
+        "one",
+        "micro_batch",
+        "mean",
+        "largest load of an expert-parallel rank of a group in a micro-batch, over the mean of the group's ranks; made "
+        "by the server",
+    ),
+    Metric(
+        "moe.group_share_max",
+        "one",
+        "micro_batch",
+        "mean",
+        "largest share of a group of experts in a rank's micro-batch, over the mean of the groups; made by the server",
     ),
     Metric(
         "moe.confidence",
@@ -150,12 +170,14 @@ METRICS = (
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
+_OF_MATRICES = {metric.name: replace(metric, items="matrix", relative=False) for metric in METRICS if metric.by_role}
 
 
 def find(name: str) -> Metric | None:
-    """What is known of a metric, whatever its matrices' role; None for others."""
+    """What is known of a metric, of experts' matrices or of others by its role; None for other names."""
     metric = _BY_NAME.get(name)
-    if metric is None:
-        metric = _BY_NAME.get(name.rpartition(".")[0])
-        return metric if metric is not None and metric.by_role else None
-    return None if metric.by_role else metric
+    if metric is not None:
+        return None if metric.by_role else metric
+    base, _, role = name.rpartition(".")
+    of_matrices = _OF_MATRICES.get(base)
+    return _BY_NAME[base] if of_matrices is not None and role.startswith("expert_") else of_matrices

@@ -9,6 +9,9 @@ import numpy as np
 STATISTICS = ("count", "mean", "rms", "min", "median", "max", "p99")
 """Rows of :attr:`Aggregate.values`: over all samples of an item, that is micro-batches and replicas."""
 
+FINISHED = "finished"
+"""Kind of the event with which a run says that it has ended: it is neither live nor to be called stale."""
+
 
 @dataclass(frozen=True)
 class Aggregate:
@@ -140,6 +143,7 @@ class Run:
         started_ns: when its first session began.
         last_ended_ns: when its latest iteration ended.
         open_alerts: their number.
+        finished: its latest iteration has an event of kind ``FINISHED``.
     """
 
     name: str
@@ -152,6 +156,7 @@ class Run:
     started_ns: int
     last_ended_ns: int
     open_alerts: int
+    finished: bool = False
 
 
 @dataclass(frozen=True)

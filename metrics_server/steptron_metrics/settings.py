@@ -32,7 +32,9 @@ class Settings:
         min_free_bytes: space that is left free on the disk.
         max_frames, max_frame_bytes, max_message_bytes: limits of messages.
         max_world_size, max_runs, max_connections: limits of a server.
-        limits: of descriptions.
+        max_runs_per_token: runs that a token which is limited to patterns of names can begin: so many runs may match
+            them. One that may write all runs is limited by ``max_runs`` only.
+        limits: of descriptions, and of what all descriptions of a run say together.
     """
 
     folder: Path
@@ -57,6 +59,7 @@ class Settings:
     max_message_bytes: int = 16 << 20
     max_world_size: int = 65_536
     max_runs: int = 1000
+    max_runs_per_token: int = 200
     max_connections: int = 8192
     limits: Limits = field(default_factory=Limits)
 

@@ -86,7 +86,14 @@ def serve(
         int, typer.Option(min=0, help="Raw values are kept of so many latest iterations of a run ...")
     ] = 100,
     journal_gb: Annotated[float, typer.Option(min=0.02, help="... and take up at most this, all runs together.")] = 8.0,
-    min_free_gb: Annotated[float, typer.Option(min=0, help="Space to leave on the disk.")] = 1.0,
+    min_free_gb: Annotated[
+        float,
+        typer.Option(min=0, help="Space to leave on the disk: with less nothing is taken or stored until there is."),
+    ] = 1.0,
+    max_runs: Annotated[int, typer.Option(min=1, help="Runs that are kept; further ones are refused.")] = 1000,
+    max_runs_per_token: Annotated[
+        int, typer.Option(min=1, help="Runs that a token for some names can begin, of those that match them.")
+    ] = 200,
     partial_after: Annotated[
         float, typer.Option(min=0.1, help="Seconds after which an iteration is stored without the ranks it lacks.")
     ] = 120.0,
@@ -125,6 +132,8 @@ def serve(
             raw_iterations=raw_iterations,
             journal_bytes=int(journal_gb * 1e9),
             min_free_bytes=int(min_free_gb * 1e9),
+            max_runs=max_runs,
+            max_runs_per_token=max_runs_per_token,
         )
         raise typer.Exit(run(settings, allow_unauthenticated=allow_unauthenticated))
 
@@ -273,7 +282,10 @@ def export(
 @app.command()
 def rules(
     check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Check a file of rules instead, and list what is in force.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Check a file of rules instead, and list what is in force, changed, new and off."
+        ),
     ] = None,
 ) -> None:
     """Print the default alert rules, with an explanation of every key: a file of one's own begins here."""
@@ -282,15 +294,42 @@ def rules(
 
         if check is None:
             return typer.echo(default_text(), nl=False)
-        for rule in load_rules(check):
-            typer.echo(f"{rule.name} ({rule.severity})")
+        in_force = load_rules(check)
+    import yaml
+
+    defaults = yaml.safe_load(default_text())
+    own = yaml.safe_load(check.read_text(encoding="utf-8")) or {}
+    for rule in in_force:
+        typer.echo(f"{rule.name} ({rule.severity}){_difference(defaults.get(rule.name), own.get(rule.name, {}))}")
+    names = {rule.name for rule in in_force}
+    for name in (*defaults, *(name for name in own if name not in defaults)):
+        if name not in names:
+            typer.echo(f"{name}: {'' if name in defaults else 'new, and '}switched off")
+
+
+def _difference(default: dict[str, Any] | None, own: dict[str, Any]) -> str:
+    """What a file makes of a rule, by its keys."""
+    if default is None:
+        return ": new"
+    absent = {"enabled": True}
+    changes = [
+        f"{key} {_brief(default.get(key, absent.get(key)))} -> {_brief(value)}"
+        for key, value in own.items()
+        if value != default.get(key, absent.get(key))
+    ]
+    return f": changed: {', '.join(changes)}" if changes else ""
+
+
+def _brief(value: object) -> str:
+    text = "nothing" if value is None else f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @app.command()
 def plot(
     where: _Where,
     run: _Run,
-    output: Annotated[Path, typer.Argument(help="Picture to write.", metavar="OUT.png")],
+    output: Annotated[Path, typer.Argument(help="Picture to write: .png, .pdf or .svg.", metavar="OUT.png")],
     metric: Annotated[str, typer.Option(help="Metric by expert.")] = "moe.output_norm_max",
     first: _First = 0,
     last: _Last = None,
@@ -299,8 +338,10 @@ def plot(
 ) -> None:
     """Draw the experts' activation norms, layer by layer over time, beside the loss."""
     _need(("matplotlib",), "a picture", "pip install matplotlib")
-    from steptron.cli.metrics_picture import draw, read_picture
+    from steptron.cli.metrics_picture import KINDS, draw, read_picture
 
+    if output.suffix[1:].lower() not in KINDS:
+        raise UserError(f"{output}: expected the name of a .png, .pdf or .svg file")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise UserError(f"{output}: expected a file in a folder that is there")
     with _reading(where, token, certificate) as source:

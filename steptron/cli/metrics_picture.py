@@ -13,6 +13,7 @@ from steptron.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from steptron_metrics.reading.source import Source
     from steptron_metrics.results import Points
@@ -101,12 +102,21 @@ def _middles(points: Points) -> np.ndarray:
     return (points.first + points.last) / 2
 
 
-def draw(picture: Picture, png: Path) -> None:
-    """Draws loss, and max/median and min/median by layer, on the left; experts of all layers over time on the right.
+KINDS = ("png", "pdf", "svg")
+"""Of files that are written."""
+
+
+def draw(picture: Picture, output: Path) -> None:
+    """Draws a picture to a file, whose name ends in one of ``KINDS``.
 
     Raises:
         OSError: the file cannot be written.
     """
+    figure_of(picture).savefig(output, format=output.suffix[1:].lower())
+
+
+def figure_of(picture: Picture) -> Figure:
+    """Loss, and max/median and min/median by layer, on the left; experts of all layers over time on the right."""
     # A figure of its own, without pyplot: no global state and no display.
     from matplotlib.figure import Figure
 
@@ -120,7 +130,7 @@ def draw(picture: Picture, png: Path) -> None:
     left.align_ylabels([loss, ratios])
     _draw_experts(right.subplots(), picture)
     figure.suptitle(f"{picture.run}: {_title(picture.metric)} beside the loss", fontsize=13, fontweight="bold")
-    figure.savefig(png, format="png")
+    return figure
 
 
 def _title(metric: str) -> str:
@@ -157,7 +167,8 @@ def _draw_ratios(axes: Axes, picture: Picture) -> None:
     axes.set_ylabel("over the layer's median")
     axes.set_xlabel("iteration")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
+        # Above the axes: nowhere within them is free of curves in every run.
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1.02), ncols=2, frameon=False, borderaxespad=0, fontsize=9)
     _mark(axes, picture)
     _tidy(axes)
 

@@ -229,6 +229,11 @@ def _describe_loss(status: ClientStatus) -> str:
     parts = []
     if status.dropped:
         parts.append(f"{status.dropped} frames were dropped, the spool being full")
+    if status.superseded:
+        parts.append(
+            f"{status.superseded} frames of steps that have been made again since were not taken, or another run has "
+            "the same name (telemetry.run)"
+        )
     if status.refused:
         parts.append(f"{status.refused} frames were refused: {status.last_error}")
     if status.spooled:

@@ -108,6 +108,30 @@ def test_plot(server: Server, tmp_path: Path) -> None:
     assert columns.min() > image.shape[1] * 0.6
 
 
+def test_pictures_of_other_kinds(server: Server, tmp_path: Path) -> None:
+    for name, begin in (("a.svg", b"<?xml"), ("A.PDF", b"%PDF")):
+        good("plot", server.http_address, "small", tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(begin)
+
+
+def test_no_legend_covers_a_curve(server: Server) -> None:
+    from matplotlib.figure import Figure
+
+    from steptron.cli.metrics_picture import figure_of, read_picture
+
+    with contextlib.closing(open_source(server.http_address)) as source:
+        figure = figure_of(read_picture(source, "small", NORMS))
+    assert isinstance(figure, Figure)
+    figure.canvas.draw()
+    legends = 0
+    for axes in (one for part in figure.subfigs for one in part.axes):
+        legend = axes.get_legend()
+        if legend is not None:
+            legends += 1
+            assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert legends == 1
+
+
 def test_the_pictures_numbers_are_the_runs(server: Server) -> None:
     from steptron.cli.metrics_picture import read_picture
 
@@ -130,7 +154,7 @@ def test_export(server: Server, tmp_path: Path) -> None:
     rows = pq.ParquetFile(file).read().to_pandas().sort_values(["iteration", "layer", "item"])
     expected = np.stack([norms_of(iteration) for iteration in range(1, ITERATIONS + 1)])
     np.testing.assert_array_equal(rows["max"].to_numpy(np.float32), expected.ravel())
-    assert "exists: choose another folder, or have it overwritten" in bad(*arguments)
+    assert "exists: choose another folder, or have it replaced (--force;" in bad(*arguments)
     good(*arguments, "--force", "--format", "csv", "--first", "5", "--last", "6")
     (file,) = out.glob(f"aggregates/metric={NORMS}/*.csv")
     assert len(file.read_text().splitlines()) == 1 + 2 * len(LAYERS) * EXPERTS
@@ -145,6 +169,8 @@ def test_what_cannot_be_plotted(server: Server, tmp_path: Path) -> None:
     message = bad("plot", address, "small", tmp_path / "a.png", "--metric", "train.lm_loss")
     assert f"has no metric train.lm_loss by expert; it has {NORMS}" in message
     assert "expected a file in a folder that is there" in bad("plot", address, "small", tmp_path / "no" / "a.png")
+    assert "a.foo: expected the name of a .png, .pdf or .svg file" in bad("plot", address, "small", tmp_path / "a.foo")
+    assert not list(tmp_path.iterdir())
 
 
 def test_addresses_that_are_none(server: Server, tmp_path: Path) -> None:
@@ -159,8 +185,21 @@ def test_addresses_that_are_none(server: Server, tmp_path: Path) -> None:
 
 def test_rules(tmp_path: Path) -> None:
     assert "blow_up_output:" in good("rules")
-    (tmp_path / "mine.yaml").write_text(good("rules") + "\n")
-    assert "stale_run (warning)" in good("rules", "--check", tmp_path / "mine.yaml").splitlines()
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(good("rules") + "\n")
+    assert "stale_run (warning)" in good("rules", "--check", mine).splitlines()
+    mine.write_text(
+        "blow_up_output: {above: 30, for: 8}\n"
+        "straggling_rank: {enabled: false}\n"
+        "expert_collapse: {enabled: true}\n"
+        "loss: {watch: {metric: train.loss}, above: 20, severity: info, saw: s, cause: c, remedy: r}\n"
+        "idle: {watch: {metric: train.loss}, above: 9, saw: s, cause: c, remedy: r, enabled: false}\n"
+    )
+    listed = good("rules", "--check", mine).splitlines()
+    (changed,) = [line for line in listed if line.startswith("blow_up_output")]
+    assert re.fullmatch(r"blow_up_output \(critical\): changed: above \S+ -> 30, for \d+ -> 8", changed)
+    assert "expert_collapse (critical)" in listed and "loss (info): new" in listed
+    assert listed[-2:] == ["straggling_rank: switched off", "idle: new, and switched off"]
     (tmp_path / "mine.yaml").write_text("blow_up_output: {abov: 3}")
     assert "abov is no known key, did you mean above?" in bad("rules", "--check", tmp_path / "mine.yaml")
 
@@ -170,7 +209,8 @@ def test_a_deletion_asks_and_a_live_run_is_kept(server: Server) -> None:
     result = CliRunner().invoke(app, arguments, input="n\n")
     assert result.exit_code == 1 and "delete 60 iterations of run small for good?" in result.output
     assert "has no run absent" in bad("delete", server.http_address, "absent", "--yes")
-    assert "is live: with force it is deleted all the same" in bad("delete", server.http_address, "small", "--yes")
+    message = bad("delete", server.http_address, "small", "--yes")
+    assert "is live: with force=true (--force) it is deleted all the same" in message
     assert "60" in good("runs", server.http_address)
 
 

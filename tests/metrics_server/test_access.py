@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -93,10 +92,13 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
         load_tokens(path)
 
 
-@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])
-def test_a_file_that_others_can_read_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        load_tokens(file(tmp_path, GOOD, mode))
-    assert ("chmod 600" in caplog.text) is warns
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o700])
+def test_a_file_that_only_its_owner_can_read(tmp_path: Path, mode: int) -> None:
+    assert load_tokens(file(tmp_path, GOOD, mode)).asks
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = file(tmp_path, GOOD, mode)
+    with pytest.raises(MetricsError, match=rf"others than its owner .*\(mode {mode:04o}\): chmod 600 {path}"):
+        load_tokens(path)

@@ -101,7 +101,7 @@ def read(reader: MetricsReader, run: str, steps: int) -> Readings:
         median=np.nanmedian(norms[worst, each], axis=1),
         alignment=alignments[worst, each, expert],
         usual_alignment=_median_of_known(alignments[worst, each]),
-        load=reader.derived(run, "moe.straggler_factor", 1, steps).to_numpy(np.float64).mean(axis=1),
+        load=reader.derived(run, "moe.group_imbalance", 1, steps).to_numpy(np.float64).mean(axis=1),
         shares=shares,
     )
 

@@ -156,7 +156,12 @@ class Book:
 
         worst = max(summarised, key=severity)
         layers = sorted({seen.layer for seen in summarised if seen.layer is not None})
-        places = f" in {'layer' if len(layers) == 1 else 'layers'} {text.listed(layers)}" if layers else ""
+        if layers:
+            places = f" in {'layer' if len(layers) == 1 else 'layers'} {text.listed(layers)}"
+        else:
+            # Ranks: a node is known by them.
+            ordered = sorted(summarised, key=lambda seen: -1 if seen.item is None else seen.item)
+            places = f" ({text.listed([seen.subject for seen in ordered], most=32)})"
         count = f"{len(summarised)} at once{places}. The worst: "
         since = min(seen.since for seen in summarised)
         one = replace(worst, subject=MANY, layer=None, item=None, since=since)

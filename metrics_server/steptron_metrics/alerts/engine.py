@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from steptron_metrics.alerts import text
@@ -86,8 +86,12 @@ class Alerts:
         state.last = iteration.iteration
         return changes
 
-    def tick(self) -> list[Change]:
-        """Looks for runs that nothing comes from any more."""
+    def tick(self, waiting: Mapping[str, str] | None = None) -> list[Change]:
+        """Looks for runs that nothing comes from any more.
+
+        Args:
+            waiting: of runs of which an iteration is not complete yet, in a sentence which one, and who has not sent.
+        """
         changes = []
         now = self._clock_ns()
         for run, heard in self._all_heard().items():
@@ -100,7 +104,7 @@ class Alerts:
                 if stale and rule.name not in heard.stale:
                     heard.stale.add(rule.name)
                     if not self._book(run).is_open(rule.name, "run"):
-                        seen = _silence(rule, seconds, heard.last_iteration)
+                        seen = _silence(rule, seconds, heard, (waiting or {}).get(run, ""))
                         changes += self._book(run).record(rule, heard.last_iteration, now, [seen], [], [])
                 elif seconds > rule.watch.over_after and rule.name in heard.stale:
                     heard.stale.discard(rule.name)
@@ -188,7 +192,8 @@ class Alerts:
     def _speaks(self, iteration: Iteration, book: Book) -> list[Change]:
         heard = self._all_heard().get(iteration.run)
         finished = any(event.kind == FINISHED for event in iteration.events)
-        self._all_heard()[iteration.run] = _Heard(self._clock_ns(), iteration.iteration, finished, set())
+        missing = iteration.missing
+        self._all_heard()[iteration.run] = _Heard(self._clock_ns(), iteration.iteration, finished, missing=missing)
         if heard is None or not heard.stale:
             return []
         return [
@@ -210,12 +215,13 @@ class _RunState:
 
 @dataclass
 class _Heard:
-    """When a run was heard last, and by which rules it is called stale."""
+    """When a run was heard last, by which rules it is called stale, and which ranks its last iteration is without."""
 
     last_ns: int
     last_iteration: int
     finished: bool
     stale: set[str] = field(default_factory=set)
+    missing: tuple[int, ...] = ()
 
 
 def _go_back(book: Book, iteration: Iteration) -> list[Change]:
@@ -229,12 +235,18 @@ def _go_back(book: Book, iteration: Iteration) -> list[Change]:
     ]
 
 
-def _silence(rule: Rule, seconds: float, last_iteration: int) -> Sighting:
+def _silence(rule: Rule, seconds: float, heard: _Heard, waits: str) -> Sighting:
+    last_iteration = heard.last_iteration
+    if not waits and heard.missing:
+        waits = f"It is without {'rank' if len(heard.missing) == 1 else 'ranks'} {text.listed(heard.missing)}."
+    elif not waits:
+        waits = "All of its ranks had sent it."
     fields = dict.fromkeys(FIELDS, "") | {
         "value": text.figure(round(seconds)),
         "threshold": text.figure(rule.threshold or 0.0),
         "iteration": str(last_iteration),
         "since": str(last_iteration),
         "where": "the run",
+        "detail": waits,
     }
     return Sighting("run", None, None, last_iteration, seconds, rule.threshold or 0.0, True, lambda: fields)

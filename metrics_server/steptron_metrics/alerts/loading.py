@@ -18,6 +18,7 @@ from steptron_metrics.alerts.rule import (
     Baseline,
     Companion,
     DerivedWatch,
+    EventWatch,
     ItemsWatch,
     IterationFigure,
     IterationWatch,
@@ -60,15 +61,7 @@ def load_rules(file: Path | None = None) -> tuple[Rule, ...]:
     title = "default rules"
     if file is not None:
         title = str(file)
-        try:
-            if file.stat().st_size > _MAX_FILE_BYTES:
-                raise MetricsError(f"{file}: larger than {_MAX_FILE_BYTES} bytes: this is no file of alert rules")
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise MetricsError(f"{file}: the alert rules cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise MetricsError(f"{file}: the alert rules are no UTF-8 text") from error
-        for name, changes in _parse(text, title).items():
+        for name, changes in _parse(_read(file), title).items():
             known = merged.get(name, {})
             if not isinstance(changes, dict):
                 merged[name] = changes
@@ -78,6 +71,18 @@ def load_rules(file: Path | None = None) -> tuple[Rule, ...]:
                 known = {key: value for key, value in known.items() if key not in ("above", "below")}
             merged[name] = {**known, **changes}
     return rules_from(merged, title)
+
+
+def switched_off(file: Path | None = None) -> tuple[str, ...]:
+    """Names of the rules that a user's file switches off, in the order of the file.
+
+    Raises:
+        MetricsError: as :func:`load_rules`.
+    """
+    if file is None:
+        return ()
+    loaded = {rule.name for rule in load_rules(file)}
+    return tuple(str(name) for name in _parse(_read(file), str(file)) if name not in loaded)
 
 
 def rules_from(content: Mapping[Any, Any], title: str) -> tuple[Rule, ...]:
@@ -113,6 +118,17 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"{key} is there twice", key_node.start_mark)
             seen.add(key if isinstance(key, str) else id(key_node))
         return dict(super().construct_mapping(node, deep))
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise MetricsError(f"{file}: larger than {_MAX_FILE_BYTES} bytes: this is no file of alert rules")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MetricsError(f"{file}: the alert rules cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise MetricsError(f"{file}: the alert rules are no UTF-8 text") from error
 
 
 def _parse(text: str, title: str) -> dict[Any, Any]:
@@ -174,7 +190,7 @@ class _Reader:
         return Rule(name=self._name, watch=watch, threshold=threshold, is_below=is_below, **rule)  # type: ignore[arg-type]
 
     def _consistent(self, watch: Watch | None, rule: dict[str, Any], threshold: float | None, is_below: bool) -> None:
-        if isinstance(watch, IterationWatch | SilenceWatch):
+        if isinstance(watch, IterationWatch | EventWatch | SilenceWatch):
             for key in ("baseline", "regardless", "companion"):
                 if rule[key] is not None:
                     self._wrong(f"{'while' if key == 'companion' else key} is for metrics and derived figures")
@@ -194,9 +210,11 @@ class _Reader:
             "metric": self._items,
             "derived": self._derived,
             "iteration": self._iteration,
+            "event": self._event,
             "silence": self._silence,
         }
-        expected = f"{where}: expected {{metric, statistic, relative_to}}, {{derived}}, {{iteration}} or {{silence}}"
+        forms = "{metric, statistic, relative_to}, {derived}, {iteration}, {event} or {silence}"
+        expected = f"{where}: expected {forms}"
         if not isinstance(content, dict):
             self._wrong(f"{expected}, found {_kind(content)}")
             return None
@@ -224,6 +242,8 @@ class _Reader:
         headline: str = "mean" if known is None else known.headline
         statistic = self._choice(content, "statistic", get_args(Statistic), headline, where)
         relative = self._choice(content, "relative_to", get_args(Relative), "none", where)
+        if relative == "stage" and known is not None and known.items != "rank":
+            self._wrong(f"{where}.relative_to: stage is for metrics of ranks, such as rank.compute_seconds")
         return ItemsWatch(name, statistic, relative, own)  # type: ignore[arg-type]
 
     def _derived(self, content: dict[Any, Any], where: str) -> DerivedWatch | None:
@@ -242,6 +262,14 @@ class _Reader:
         self._known(content, ("iteration",), where)
         figure = self._choice(content, "iteration", get_args(IterationFigure), "missing_ranks", where)
         return IterationWatch(figure)  # type: ignore[arg-type]
+
+    def _event(self, content: dict[Any, Any], where: str) -> EventWatch | None:
+        self._known(content, ("event",), where)
+        kind = content["event"]
+        if not isinstance(kind, str) or not kind:
+            self._wrong(f"{where}.event: expected an event's kind, such as skipped, found {_kind(kind)}")
+            return None
+        return EventWatch(kind)
 
     def _silence(self, content: dict[Any, Any], where: str) -> SilenceWatch:
         self._known(content, ("silence", "over_after"), where)
@@ -264,16 +292,18 @@ class _Reader:
         if content is None:
             return None
         if not isinstance(content, dict):
-            self._wrong(f"baseline: expected {{times, iterations}}, found {_kind(content)}")
+            self._wrong(f"baseline: expected {{times, iterations, best, before}}, found {_kind(content)}")
             return None
-        self._known(content, ("times", "iterations"), "baseline")
+        self._known(content, ("times", "iterations", "best", "before"), "baseline")
         if "times" not in content:
             self._wrong("baseline.times is missing")
         times = self._number(content, "times", 2.0, least=1.0, where="baseline") or 2.0
         iterations = self._whole(content, "iterations", 256, least=2 * BLOCK, most=16_384, where="baseline")
         if iterations % BLOCK:
             self._wrong(f"baseline.iterations {iterations}: expected a multiple of {BLOCK}")
-        return Baseline(times, iterations)
+        best = self._number(content, "best", None, least=1.0, where="baseline")
+        before = self._number(content, "before", None, where="baseline")
+        return Baseline(times, iterations, best, before)
 
     def _companion(self, content: object) -> Companion | None:
         if content is None:
@@ -376,20 +406,24 @@ def find_watched(name: str) -> Metric | None:
 
 
 _RELATIVE = ("max_over_median", "min_over_median")
+_LEVELS = ("median", "over_layers")
 _OTHER_DERIVED = (
     "moe.straggler_factor",
     "moe.straggler_worst",
+    "moe.group_imbalance",
     "muon.largest",
     "rank.slowdown",
 )
 
 
 def _is_derived(name: str) -> bool:
-    if name in _OTHER_DERIVED or re.fullmatch(r"gradient\.cosine\.[a-z0-9_]+", name):
+    if name in _OTHER_DERIVED or re.fullmatch(r"gradient\.cosine_(max|min)\.[a-z0-9_]+", name):
         return True
     metric, _, figure = name.rpartition(".")
     known = find(metric)
-    return figure in _RELATIVE and known is not None and known.relative
+    if known is None:
+        return False
+    return (figure in _RELATIVE and known.relative) or (figure in _LEVELS and known.levels)
 
 
 def _derived_names() -> list[str]:
@@ -399,4 +433,6 @@ def _derived_names() -> list[str]:
         if metric.relative
         for figure in _RELATIVE
     ]
-    return [*by_metric, *_OTHER_DERIVED, "gradient.cosine.expert_up"]
+    levels = [f"{metric.name}.{figure}" for metric in METRICS if metric.levels for figure in _LEVELS]
+    cosines = ["gradient.cosine_max.expert_up", "gradient.cosine_min.expert_up"]
+    return [*by_metric, *levels, *_OTHER_DERIVED, *cosines]

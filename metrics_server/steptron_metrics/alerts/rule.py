@@ -7,7 +7,7 @@ from typing import Literal
 
 from steptron_metrics.catalogue import Statistic
 
-Relative = Literal["median", "mean", "none"]
+Relative = Literal["median", "mean", "stage", "none"]
 Severity = Literal["info", "warning", "critical"]
 IterationFigure = Literal["missing_ranks", "dropped_frames", "non_finite"]
 
@@ -22,7 +22,8 @@ class ItemsWatch:
     Attributes:
         metric: name, for metrics by role without the role.
         statistic: over micro-batches and replicas.
-        relative_to: each value is divided by that of the layer's items.
+        relative_to: each value is divided by that of the layer's items; stage: by the median of the other ranks of the
+            same ``rank.stage``.
         own_metric: the name is none of the catalogue.
     """
 
@@ -55,6 +56,13 @@ class IterationWatch:
 
 
 @dataclass(frozen=True)
+class EventWatch:
+    """How many events of a kind came with the iteration."""
+
+    event: str
+
+
+@dataclass(frozen=True)
 class SilenceWatch:
     """Seconds since anything came from a run.
 
@@ -65,7 +73,7 @@ class SilenceWatch:
     over_after: float = 86_400.0
 
 
-Watch = ItemsWatch | DerivedWatch | IterationWatch | SilenceWatch
+Watch = ItemsWatch | DerivedWatch | IterationWatch | EventWatch | SilenceWatch
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,20 @@ class Baseline:
     Values that are beyond the threshold, of the warm-up, or of an open alert do not count. There is a baseline from two
     complete blocks on.
 
+    Such a level follows what changes slowly. The best level does not: it is the lowest (``above``) or highest
+    (``below``) that the median of four blocks one after the other has ever been.
+
     Attributes:
         times: a value has to be beyond the baseline times this (``above``) or divided by it (``below``).
         iterations: that it looks back, a multiple of 16.
+        best: or beyond the best level times this, or divided by it; None: the best level does not count.
+        before: after the warm-up, as long as there is no level, beyond this; None: nothing counts.
     """
 
     times: float
     iterations: int = 256
+    best: float | None = None
+    before: float | None = None
 
     @property
     def blocks(self) -> int:

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from steptron_metrics.alerts.rule import DerivedWatch, ItemsWatch, Relative
+from steptron_metrics.catalogue import Statistic
+from steptron_metrics.reducer.peers import over_others
 from steptron_metrics.results import STATISTICS, Aggregate, Iteration
 from steptron_metrics.storage.base import Store
+
+_STAGE = "rank.stage"
+_UNKNOWN = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,15 @@ class IterationSource:
         for aggregate in iteration.aggregates:
             self._by_metric[aggregate.metric].append(aggregate)
         self._derived = {derived.name: derived for derived in iteration.derived}
+        self._stages = {one.layer: _row(one, "mean") for one in self._by_metric.get(_STAGE, ())}
 
     def items(self, watch: ItemsWatch) -> list[Block]:
-        row = STATISTICS.index(watch.statistic)
         blocks = []
         for metric in _matching(watch.metric, self._by_metric):
             for aggregate in self._by_metric[metric]:
-                values = np.where(aggregate.values[0] > 0, aggregate.values[row], np.nan)[np.newaxis]
+                values = _row(aggregate, watch.statistic)[np.newaxis]
+                if watch.relative_to == "stage":
+                    values = _beside(values, self._stages.get(aggregate.layer, _UNKNOWN)[np.newaxis])
                 blocks.append(Block(metric, aggregate.layer, values, watch.relative_to))
         return blocks
 
@@ -66,11 +73,14 @@ class IterationSource:
 
 
 class HistorySource:
-    """Stored iterations ``first`` to ``last`` of a run."""
+    """Stored iterations ``first`` to ``last`` of a run, of all layers or one."""
 
-    def __init__(self, store: Store, run: str, first: int, last: int) -> None:
+    def __init__(self, store: Store, run: str, first: int, last: int, layer: int | None = None) -> None:
         self._store, self._run, self._first, self._last = store, run, first, last
-        self._layers = {info.metric: info.layers for info in store.metrics(run)}
+        self._layers = {
+            info.metric: tuple(one for one in info.layers if layer in (None, one)) for info in store.metrics(run)
+        }
+        self._layer = layer
         self._names = set(store.derived_names(run))
 
     def items(self, watch: ItemsWatch) -> list[Block]:
@@ -80,8 +90,37 @@ class HistorySource:
                 points = self._store.points(
                     self._run, metric, layer, watch.statistic, self._first, self._last, self._length
                 )
-                blocks.append(Block(metric, layer, self._spread(points.first, points.values), watch.relative_to))
+                values = self._spread(points.first, points.values)
+                if watch.relative_to == "stage":
+                    values = _beside(values, self._stages(layer))
+                blocks.append(Block(metric, layer, values, watch.relative_to))
         return blocks
+
+    def levels(self, watch: ItemsWatch | DerivedWatch, most: int) -> list[Block]:
+        """Rolled up to at most so many rows."""
+        if isinstance(watch, DerivedWatch):
+            if watch.derived not in self._names:
+                return []
+            points = self._store.derived(self._run, watch.derived, self._first, self._last, most)
+            return [
+                Block(watch.derived, int(layer), points.values[:, [index]]) for index, layer in enumerate(points.layers)
+            ]
+        return [
+            Block(
+                metric,
+                layer,
+                self._store.points(self._run, metric, layer, watch.statistic, self._first, self._last, most).values,
+                watch.relative_to,
+            )
+            for metric in _matching(watch.metric, self._layers)
+            for layer in self._layers[metric]
+        ]
+
+    def _stages(self, layer: int) -> np.ndarray:
+        if layer not in self._layers.get(_STAGE, ()):
+            return np.broadcast_to(_UNKNOWN, (self._length, 0))
+        points = self._store.points(self._run, _STAGE, layer, "mean", self._first, self._last, self._length)
+        return self._spread(points.first, points.values)
 
     def derived(self, watch: DerivedWatch) -> list[Block]:
         if watch.derived not in self._names:
@@ -92,6 +131,7 @@ class HistorySource:
         return [
             Block(watch.derived, int(layer), values[:, [index]], about=unknown)
             for index, layer in enumerate(points.layers)
+            if self._layer in (None, int(layer))
         ]
 
     @property
@@ -188,7 +228,7 @@ def relate(values: np.ndarray, relative_to: Relative) -> np.ndarray:
     All NaN where half of them or fewer are known, or their median or mean is not greater than zero.
     """
     values = values.astype(np.float64)
-    if relative_to == "none":
+    if relative_to in ("none", "stage"):  # the latter are so already
         return values
     known = values[~np.isnan(values)]
     if len(known) * 2 <= len(values):
@@ -197,6 +237,19 @@ def relate(values: np.ndarray, relative_to: Relative) -> np.ndarray:
     if not (0 < level < np.inf):
         return np.full_like(values, np.nan)
     return values / level
+
+
+def _row(aggregate: Aggregate, statistic: Statistic) -> np.ndarray:
+    """float32 [items], NaN where nothing was measured."""
+    return np.where(aggregate.values[0] > 0, aggregate.values[STATISTICS.index(statistic)], np.nan)
+
+
+def _beside(values: np.ndarray, stages: np.ndarray) -> np.ndarray:
+    """[iterations, ranks]: over the median of the other ranks of the same stage; ``stages`` may have fewer ranks."""
+    width = values.shape[1]
+    known = np.full(values.shape, np.nan)
+    known[:, : min(width, stages.shape[1])] = stages[:, :width]
+    return np.array([over_others(*both) for both in zip(values, known, strict=True)]).reshape(values.shape)
 
 
 def _matching(wanted: str, metrics: Iterable[str]) -> list[str]:

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from steptron_metrics.catalogue import find
 
-_DERIVED_ITEMS = {"moe.straggler_factor": "group", "moe.straggler_worst": "group", "rank.slowdown": "rank"}
+_RANK = "expert-parallel rank"
+_OWN_NAMES = {
+    "moe.group_load": _RANK,
+    "moe.straggler_factor": _RANK,
+    "moe.straggler_worst": _RANK,
+    "moe.group_share": "group",
+    "moe.group_imbalance": "group",
+    "rank.slowdown": "rank",
+}
 
 
 def figure(value: float) -> str:
@@ -20,9 +28,9 @@ def figure(value: float) -> str:
 
 
 def item_kind(metric: str) -> str | None:
-    """What the items of a metric or derived figure are: "expert", "rank", ...; None where there is one only."""
-    if metric in _DERIVED_ITEMS:
-        return _DERIVED_ITEMS[metric]
+    """What the items of a metric or derived figure are: "expert", "matrix", ...; None where there is one only."""
+    if metric in _OWN_NAMES:
+        return _OWN_NAMES[metric]
     known = find(metric) or find(metric.rpartition(".")[0])
     if known is None:
         return "item"
@@ -52,7 +60,7 @@ def sentence(template: str, fields: Mapping[str, str]) -> str:
     return filled[:1].upper() + filled[1:]
 
 
-def listed(numbers: Sequence[int], most: int = 10) -> str:
-    """The first numbers, and how many more."""
+def listed(numbers: Sequence[int | str], most: int = 10) -> str:
+    """The first ones, and how many more."""
     more = len(numbers) - most
     return ", ".join(str(number) for number in numbers[:most]) + (f" and {more:,} more" if more > 0 else "")

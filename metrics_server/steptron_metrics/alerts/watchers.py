@@ -10,12 +10,15 @@ import numpy as np
 from steptron_metrics.alerts import text
 from steptron_metrics.alerts.book import MANY, Book, Change, Sighting
 from steptron_metrics.alerts.detector import Detector
-from steptron_metrics.alerts.figures import figure_of
+from steptron_metrics.alerts.figures import events_of, figure_of
 from steptron_metrics.alerts.loading import FIELDS
-from steptron_metrics.alerts.rule import BLOCK, DerivedWatch, ItemsWatch, IterationWatch, Rule
+from steptron_metrics.alerts.rule import BLOCK, DerivedWatch, EventWatch, ItemsWatch, IterationWatch, Rule
 from steptron_metrics.alerts.series import Block, Cells, HistorySource, IterationSource
 from steptron_metrics.results import Alert, Iteration
 from steptron_metrics.storage.base import Store
+
+_MOST_LEVELS = 256
+"""That are read of before what a state is made anew from, when the server has been restarted."""
 
 
 class SeriesWatcher:
@@ -48,11 +51,13 @@ class SeriesWatcher:
         first = max(1, (last - self._rule.look_back) // BLOCK * BLOCK)
         own = [alert for alert in alerts if alert.rule == self._rule.name and alert.subject != MANY]
         own = [alert for alert in own if alert.ended_iteration is None or alert.ended_iteration >= first]
+        self._remember(store, run, first)
+        before = {alert.number: self._level_before(store, run, alert) for alert in own if alert.since_iteration < first}
         blocks, companions = self._read(HistorySource(store, run, first, last))
         for iteration in range(first, last + 1):
             for alert in own:
                 if max(alert.since_iteration, first) == iteration:
-                    self._hold(alert)
+                    self._hold(alert, before.get(alert.number))
             values, about, companion = self._row(blocks, companions, iteration - first)
             self._detector.step(iteration, values, self._holds(companion), about if self._has_one_item else None)
         for alert in book.open_alerts(self._rule.name):
@@ -72,10 +77,13 @@ class SeriesWatcher:
 
     def _read(self, source: IterationSource | HistorySource) -> tuple[list[Block], list[Block]]:
         blocks = source.items(self._watch) if isinstance(self._watch, ItemsWatch) else source.derived(self._watch)
-        self._cells.place(blocks)
-        self._detector.grow(len(self._cells))
+        self._place(blocks)
         companion = self._rule.companion
         return blocks, [] if companion is None else source.items(companion.watch)
+
+    def _place(self, blocks: Sequence[Block]) -> None:
+        self._cells.place(blocks)
+        self._detector.grow(len(self._cells))
 
     def _row(
         self, blocks: Sequence[Block], companions: Sequence[Block], row: int
@@ -141,15 +149,48 @@ class SeriesWatcher:
 
     # ------------------------------------------------------------------------------------ restore
 
+    def _remember(self, store: Store, run: str, first: int, layer: int | None = None) -> None:
+        """Takes in the levels of before ``first``."""
+        begin = self._rule.warm_up + 1
+        if self._rule.baseline is None or self._rule.baseline.best is None or first - begin < BLOCK:
+            return
+        # In blocks of 16 where these are not too many; coarser ones are levels on their own.
+        number = (first - begin) // BLOCK + 2
+        blocks = HistorySource(store, run, begin, first - 1, layer).levels(self._watch, min(number, _MOST_LEVELS))
+        self._place(blocks)
+        rows = [
+            self._cells.gather([block for block in blocks if row < len(block.values)], row)[0]
+            for row in range(max((len(block.values) for block in blocks), default=0))
+        ]
+        if rows:
+            self._detector.remember(np.array(rows), are_blocks=number <= _MOST_LEVELS)
+
+    def _level_before(self, store: Store, run: str, alert: Alert) -> float:
+        """What the level was when an alert began, before all that the state is made anew from."""
+        if self._rule.baseline is None:
+            return float("nan")
+        layer = -1 if alert.layer is None else alert.layer
+        own, begin = SeriesWatcher(self._rule), alert.since_iteration
+        first = max(1, (begin - self._rule.look_back) // BLOCK * BLOCK)
+        own._remember(store, run, first, layer)
+        blocks, companions = own._read(HistorySource(store, run, first, begin, layer))
+        for iteration in range(first, begin + 1):
+            values, about, companion = own._row(blocks, companions, iteration - first)
+            own._detector.step(iteration, values, own._holds(companion), about if own._has_one_item else None)
+        cells = own._cells_of(alert)
+        return float(own._detector.baselines[cells[0]]) if cells else float("nan")
+
     def _cells_of(self, alert: Alert) -> list[int]:
         item = alert.item if isinstance(self._watch, ItemsWatch) else 0
         cells = self._cells.find(alert.layer, item)
         return [cell for cell in cells if self._has_one_item or self._subject(cell) == alert.subject]
 
-    def _hold(self, alert: Alert) -> None:
+    def _hold(self, alert: Alert, level: float | None = None) -> None:
+        """``level``: before it began; None: the present one."""
         item = -1 if alert.item is None or not self._has_one_item else alert.item
         for cell in self._cells_of(alert):
-            self._detector.hold(cell, alert.threshold, alert.since_iteration, item)
+            before = float(self._detector.baselines[cell]) if level is None else level
+            self._detector.hold(cell, alert.threshold, alert.since_iteration, item, before)
 
     def _is_active(self, alert: Alert) -> bool:
         cells = [cell for cell in self._cells_of(alert) if self._detector.active[cell]]
@@ -157,31 +198,37 @@ class SeriesWatcher:
 
 
 class FigureWatcher:
-    """Watches a figure of the iteration as a whole."""
+    """Watches a figure of the iteration as a whole, or its events."""
 
     def __init__(self, rule: Rule) -> None:
-        assert isinstance(rule.watch, IterationWatch)
-        self._rule, self._figure = rule, rule.watch.iteration
+        assert isinstance(rule.watch, IterationWatch | EventWatch)
+        self._rule, self._watch = rule, rule.watch
         self._detector = Detector(rule)
         self._detector.grow(1)
 
     def judge(self, iteration: Iteration, source: IterationSource, book: Book) -> list[Change]:
         del source
-        value, detail = figure_of(self._figure, iteration)
+        if isinstance(self._watch, EventWatch):
+            name = self._watch.event
+            value, detail = events_of(name, iteration)
+        else:
+            name = self._watch.iteration
+            value, detail = figure_of(self._watch.iteration, iteration)
         step = self._detector.step(iteration.iteration, np.array([value], np.float64))
         detector = self._detector
         since, threshold = int(detector.since[0]), float(detector.thresholds[0])
         fields = dict.fromkeys(FIELDS, "") | {
             "value": text.figure(value),
             "threshold": text.figure(threshold),
-            "metric": self._figure,
+            "metric": name,
             "where": "the run",
             "iteration": str(iteration.iteration),
             "since": str(since),
             "lasted": str(iteration.iteration - since + 1),
             "detail": detail,
         }
-        seen = [Sighting("run", None, None, since, value, threshold, detector.shows(0), lambda: fields)]
+        measured = None if np.isnan(value) else value
+        seen = [Sighting("run", None, None, since, measured, threshold, detector.shows(0), lambda: fields)]
         began, ended, active = bool(len(step.began)), bool(len(step.ended)), bool(detector.active[0])
         return book.record(
             self._rule,
@@ -200,4 +247,4 @@ class FigureWatcher:
 
 
 def watcher(rule: Rule) -> SeriesWatcher | FigureWatcher:
-    return FigureWatcher(rule) if isinstance(rule.watch, IterationWatch) else SeriesWatcher(rule)
+    return FigureWatcher(rule) if isinstance(rule.watch, IterationWatch | EventWatch) else SeriesWatcher(rule)

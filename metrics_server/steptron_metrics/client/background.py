@@ -22,6 +22,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 logger = logging.getLogger("steptron_metrics.client")
 
+_START_SECONDS = 10.0
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -32,17 +34,22 @@ class Background:
     def __init__(self) -> None:
         import grpc.aio  # not before the environment variable above
 
-        # Starts gRPC's own thread now: from Python 3.12 on none can be started once the interpreter ends, which is
-        # when the client of a short process may open its first connection.
-        grpc.aio.init_grpc_aio()
+        self._init_grpc = grpc.aio.init_grpc_aio
         self.loop = asyncio.new_event_loop()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._network = threading.Thread(target=self._run, name="metrics-network", daemon=True)
+        begun = threading.Event()
+        self.loop.call_soon(begun.set)
         self._network.start()
+        begun.wait(_START_SECONDS)
         threading.Thread(target=self._work, name="metrics-disk", daemon=True).start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        # Starts gRPC's own thread now: from Python 3.12 on none can be started once the interpreter ends, which is
+        # when the client of a short process may open its first connection. It looks for an event loop, which the
+        # trainer's thread has none of once it has used asyncio.run.
+        self._init_grpc()
         self.loop.run_forever()
 
     def _work(self) -> None:

@@ -65,6 +65,7 @@ class ClientStatus:
         queued: in memory, on the way or waiting.
         spooled: on disk, waiting.
         stored: on the server's disk.
+        superseded: that the server has no use for, since a later session of the run has made their iterations again.
         refused: that the server will not have; ``last_error`` and a warning say why.
         dropped: given up for want of room or because of damage; also said to the server.
         queued_bytes, spooled_bytes: what those take up.
@@ -78,6 +79,7 @@ class ClientStatus:
     queued: int
     spooled: int
     stored: int
+    superseded: int
     refused: int
     dropped: int
     queued_bytes: int
@@ -242,6 +244,7 @@ class MetricsClient:
             queued=counts.queued,
             spooled=counts.spooled,
             stored=counts.stored,
+            superseded=counts.superseded,
             refused=counts.refused,
             dropped=counts.dropped,
             queued_bytes=self._outbox.bytes,

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from steptron_metrics.protocol import messages
-from steptron_metrics.protocol.description import Limits, Series, parse, serialize
+from steptron_metrics.protocol.description import MAX_ITERATION, Limits, Series, parse, serialize
 from steptron_metrics.results import Event
 
 if TYPE_CHECKING:
     from steptron_metrics.client.spool.segment import Segment
 
-MAX_ITERATION = 1 << 53
 MAX_EVENTS = 64
 MAX_KIND, MAX_DETAIL = 32, 1000
 """Characters of an event."""
@@ -125,7 +124,7 @@ def frame_body(
         ValueError: a number is beyond its field, or something that a server refuses; the message names the field.
     """
     if not 1 <= iteration <= MAX_ITERATION:
-        raise ValueError(f"iteration {iteration}: expected 1 to 2^53")
+        raise ValueError(f"iteration {iteration}: expected 1 to 2^53 - 1")
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds {seconds}: expected a finite number, not negative")
     if len(events) > MAX_EVENTS or not all(event.kind for event in events):

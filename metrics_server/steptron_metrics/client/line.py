@@ -380,22 +380,41 @@ class Line:
             if message.frames:
                 self._refuse(message.frames, answer.reason)
         else:
-            self._stored(message, {refusal.index: refusal.reason for refusal in answer.refusals})
+            self._stored(message, {refusal.index: refusal for refusal in answer.refusals})
         if answer.requests:
             self._on_requests(answer.requests)
 
-    def _stored(self, message: Message, refusals: dict[int, str]) -> None:
+    def _stored(self, message: Message, refusals: dict[int, Any]) -> None:
         self._progress = True
         self._later_pause = 0.0
         kept = message.frames
         if refusals:
             kept = [frame for index, frame in enumerate(message.frames) if index not in refusals]
+            superseded = []
             for index, frame in enumerate(message.frames):
                 if index in refusals:
-                    self._refuse([frame], refusals[index])
+                    if refusals[index].superseded:
+                        superseded.append(frame)
+                        reason = refusals[index].reason
+                    else:
+                        self._refuse([frame], refusals[index].reason)
+            if superseded:
+                self._supersede(superseded, reason)
         self._known.update(frame.layout.id for frame in kept)
         self._outbox.stored(kept)
         self._settle(kept)
+
+    def _supersede(self, frames: list[Pending], reason: str) -> None:
+        self._outbox.superseded(frames)
+        self._settle(frames)
+        message = (
+            f"metrics server {self._server.address} has no use for {len(frames)} frame(s): "
+            f"{reason[:MAX_REASON] or 'a later session has made their iterations again'}"
+        )
+        if self._takes_new:
+            self._reports.error("superseded", message)
+        else:  # what an earlier process has left, and the run has made again since, is no loss
+            logger.info("%s", message)
 
     def _later(self, message: Message, reason: str) -> None:
         self._first.extend(message.frames)

@@ -15,13 +15,14 @@ FRAME_BYTES = 512
 
 @dataclass(frozen=True)
 class Counts:
-    """Frames. ``accepted + found == queued + spooled + stored + refused + dropped``."""
+    """Frames. ``accepted + found == queued + spooled + stored + superseded + refused + dropped``."""
 
     accepted: int
     found: int
     queued: int
     spooled: int
     stored: int
+    superseded: int
     refused: int
     dropped: int
 
@@ -40,7 +41,8 @@ class Outbox:
         self._waiting: deque[Pending] = deque()
         self._woken = self._pressed = False
         self._bytes = 0
-        self._accepted = self._found = self._queued = self._spooled = self._stored = self._refused = self._dropped = 0
+        self._accepted = self._found = self._queued = self._spooled = 0
+        self._stored = self._superseded = self._refused = self._dropped = 0
         # Drops to be said in the next frame of a rank, and those that no frame has said which is stored or spooled.
         self._owed: dict[int, int] = {}
         self._unreported: dict[int, int] = {}
@@ -122,15 +124,19 @@ class Outbox:
                 self._reported(frame)
                 self._stored += 1
 
+    def superseded(self, frames: Iterable[Pending]) -> None:
+        """The server has others in their place."""
+        with self._lock:
+            for frame in frames:
+                self._refuse(frame)
+                self._superseded += 1
+
     def refused(self, frames: Iterable[Pending]) -> None:
         """The server will never have them."""
         with self._lock:
             for frame in frames:
-                self._gone(frame)
+                self._refuse(frame)
                 self._refused += 1
-                if frame.dropped:
-                    _add(self._owed, frame.rank, frame.dropped)
-                    _add(self._unreported, frame.rank, frame.recorded)
 
     def dropped(self, frames: Iterable[Pending]) -> None:
         """They are given up."""
@@ -177,6 +183,7 @@ class Outbox:
                 self._queued,
                 self._spooled,
                 self._stored,
+                self._superseded,
                 self._refused,
                 self._dropped,
             )
@@ -191,6 +198,12 @@ class Outbox:
         self._dropped += 1
         _add(self._owed, frame.rank, 1 + frame.dropped)
         _add(self._unreported, frame.rank, 1 + frame.recorded)
+
+    def _refuse(self, frame: Pending) -> None:
+        self._gone(frame)
+        if frame.dropped:
+            _add(self._owed, frame.rank, frame.dropped)
+            _add(self._unreported, frame.rank, frame.recorded)
 
     def _gone(self, frame: Pending) -> None:
         if frame.segment is None:

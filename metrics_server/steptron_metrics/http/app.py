@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from steptron_metrics.access import Access
+from steptron_metrics.errors import MetricsError
 from steptron_metrics.http import prometheus, routes_export, routes_points, routes_runs, routes_server
 from steptron_metrics.http.context import Asking, Context
 from steptron_metrics.http.errors import ApiError
@@ -30,7 +31,10 @@ _FAILURES: dict[int | str, dict[str, object]] = {
     404: {"model": Failure, "description": "There is no such run, metric, layer or figure."},
     409: {"model": Failure, "description": "The run is live."},
     422: {"model": Failure, "description": "A parameter is not within its limits."},
-    503: {"model": Failure, "description": "Too much is asked at once; Retry-After says when to come back."},
+    503: {
+        "model": Failure,
+        "description": "The database does not answer, or too much is asked at once; Retry-After says when to ask again",
+    },
 }
 
 
@@ -50,7 +54,7 @@ def build_app(
         state: how the server does, called in a thread; has to be quick.
         delete: deletes everything of a run, called in a thread while others write; None: the store's own.
     """
-    queries = Queries(store)
+    queries = Queries(store, trouble=lambda: state().trouble)
     requests = prometheus.RequestMetrics()
 
     @asynccontextmanager
@@ -103,6 +107,11 @@ def _explain_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> Response:
         return JSONResponse({"reason": error.reason}, error.status, error.headers)
+
+    @app.exception_handler(MetricsError)
+    async def away(_: Request, error: MetricsError) -> Response:
+        # Of the store, which cannot be reached or written.
+        return JSONResponse({"reason": str(error)}, 503, {"Retry-After": "5"})
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:

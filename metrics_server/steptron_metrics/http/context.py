@@ -79,7 +79,7 @@ class Caller:
         """
         self.require("read", name)
         try:
-            return await self.queries.do(lambda: self.queries.run(name))
+            return await self.queries.look(lambda: self.queries.run(name))
         except KeyError:
             raise ApiError(404, f"there is no run {name!r}; GET /api/v1/runs lists them") from None
 

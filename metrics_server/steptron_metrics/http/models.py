@@ -58,7 +58,10 @@ class RunModel(BaseModel):
     started_ns: int = Field(description="When its first session began, nanoseconds since 1970.")
     last_ended_ns: int = Field(description="When its latest iteration ended, likewise.")
     open_alerts: int
-    live: bool = Field(description="An iteration ended within the time after which the server calls a run stale.")
+    finished: bool = Field(description="It has said that it has ended.")
+    live: bool = Field(
+        description="It has not, and an iteration ended within the time after which the server calls a run stale."
+    )
 
     @classmethod
     def of(cls, run: Run, live: bool) -> RunModel:
@@ -71,7 +74,7 @@ class MetricModel(BaseModel):
     name: str
     layers: list[int] = Field(description="Layers that have it, ascending; -1: it is not of a layer.")
     items: int = Field(description="Largest number of items.")
-    item: Literal["one", "expert", "group", "rank", "depth"] | None = Field(
+    item: Literal["one", "expert", "matrix", "group", "rank", "depth"] | None = Field(
         description="What its items are; null of a metric that is not in the server's catalogue."
     )
     cadence: Literal["micro_batch", "iteration", "sampled"] | None = Field(description="How often it is measured.")
@@ -205,6 +208,7 @@ class WaitingModel(BaseModel):
     ranks: int = Field(description="That have sent.")
     world_size: int
     since_ns: int
+    missing: list[int] = Field(description="Ranks that have not sent, the first 10.")
 
 
 class ServerModel(BaseModel):

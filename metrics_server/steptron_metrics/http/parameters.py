@@ -17,6 +17,10 @@ MAX_FIGURES = 16
 MAX_ROWS = 5000
 MAX_ITEMS_CHOSEN = 64
 MAX_EXPORTED_METRICS = 64
+MAX_TABLE_ROWS = 5_000_000
+"""Of one request: about 200 MB of Arrow."""
+MAX_RAW_VALUES = 20_000_000
+MAX_RANK = 65_535
 
 RunName = Annotated[str, Path(description="Name of a run.", pattern=f"^{RUN_NAME.pattern}$", max_length=128)]
 

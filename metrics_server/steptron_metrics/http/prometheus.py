@@ -27,6 +27,10 @@ MAX_RUNS = 100
 MAX_DETAILED_RUNS = 8
 """Of those, runs with figures for each layer: the latest ones that are not stale, so that Prometheus forgets a run that
 has ended."""
+MAX_VALUED_RUNS = 32
+"""Of those, runs with loss and the like, also when they have ended: the latest ones."""
+LOOK_BACK = 256
+"""Iterations among which the latest value of a metric is looked for that is not measured in each."""
 MAX_LAYERS = 256
 MAX_FIGURES = 128
 MAX_SERIES = 100_000
@@ -40,10 +44,13 @@ _OF_RUN = tuple(
 
 
 class RequestMetrics:
-    """Requests, counted by the template of their route, so that there is a bounded number of labels."""
+    """What is kept from one scrape to the next: requests, counted by the template of their route, so that there is a
+    bounded number of labels, and values of runs."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.values: dict[str, tuple[Run, list[tuple[tuple[str, str, str], float]]]] = {}
+        """Of each run what was read of it last: a run that has ended is read once."""
         self._requests = Counter(
             "steptron_http_requests", "Requests answered.", ("route", "status"), registry=self.registry
         )
@@ -82,7 +89,7 @@ def exposition(
     registry = CollectorRegistry()
     metrics, answers = list(_server(state())), 1.0
     try:
-        metrics += list(_runs(store, runs(), stale_after_seconds))
+        metrics += list(_runs(store, runs(), stale_after_seconds, requests))
     except Exception as error:
         # What is wrong is to be seen here of all places.
         log.error("a scrape leaves out runs and alerts: %s", error)
@@ -148,7 +155,7 @@ def _server(state: ServerState) -> Iterator[Metric]:
     yield busy
 
 
-def _runs(store: Store, runs: Sequence[Run], stale_after_seconds: float) -> Iterator[Metric]:
+def _runs(store: Store, runs: Sequence[Run], stale_after_seconds: float, requests: RequestMetrics) -> Iterator[Metric]:
     shown = runs[:MAX_RUNS]
     for name, help_, read in (
         ("steptron_run_last_iteration", "The latest iteration stored.", lambda run: run.last_iteration),
@@ -163,6 +170,7 @@ def _runs(store: Store, runs: Sequence[Run], stale_after_seconds: float) -> Iter
             family.add_metric((run.name,), read(run))
         yield family
     yield _alerts(store, shown)
+    yield _values(store, shown[:MAX_VALUED_RUNS], requests)
     now = time.time_ns()
     fresh = [run for run in shown if now - run.last_ended_ns < stale_after_seconds * 1e9][:MAX_DETAILED_RUNS]
     yield from _details(store, fresh)
@@ -184,9 +192,6 @@ def _details(store: Store, runs: Sequence[Run]) -> Iterator[Metric]:
         "steptron_figure",
         "A figure derived for each layer, of the latest iteration.",
         labels=("run", "figure", "layer"),
-    )
-    values = GaugeMetricFamily(
-        "steptron_value", "A metric of the run, of the latest iteration.", labels=("run", "metric", "item")
     )
     confidence = GaugeMetricFamily(
         "steptron_routing_confidence", "Routing confidence of the latest iteration.", labels=("run", "layer")
@@ -212,26 +217,53 @@ def _details(store: Store, runs: Sequence[Run]) -> Iterator[Metric]:
                         continue
                     figures.add_metric((run.name, name, str(layer)), float(value))
             left_out += max(0, len(names) - MAX_FIGURES)
-            _add_values(store, run, values, confidence)
+            _add_confidence(store, run, confidence)
         except KeyError:
             continue  # deleted meanwhile
-    yield from (figures, values, confidence, missing, seconds)
+    yield from (figures, confidence, missing, seconds)
     yield GaugeMetricFamily("steptron_figures_left_out", "Derived figures beyond this endpoint's limits.", left_out)
 
 
-def _add_values(store: Store, run: Run, values: GaugeMetricFamily, confidence: GaugeMetricFamily) -> None:
+def _add_confidence(store: Store, run: Run, confidence: GaugeMetricFamily) -> None:
+    last = run.last_iteration
+    there = {info.metric: info for info in store.metrics(run.name)}
+    name = "moe.confidence"
+    for layer in there[name].layers[:MAX_LAYERS] if name in there else ():
+        value = store.points(run.name, name, layer, "mean", last, last, 1).values[-1:, :1]
+        if value.size and not math.isnan(value.item()):
+            confidence.add_metric((run.name, str(layer)), float(value.item()))
+
+
+def _values(store: Store, runs: Sequence[Run], requests: RequestMetrics) -> Metric:
+    family = GaugeMetricFamily(
+        "steptron_value", "A metric of the run, the latest value.", labels=("run", "metric", "item")
+    )
+    held = requests.values
+    for run in runs:
+        found = held.get(run.name)
+        if found is None or found[0] != run:
+            try:
+                held[run.name] = found = run, list(_values_of(store, run))
+            except KeyError:
+                continue  # deleted meanwhile
+        for labels, value in found[1]:
+            family.add_metric(labels, value)
+    for name in held.keys() - {run.name for run in runs}:
+        held.pop(name, None)
+    return family
+
+
+def _values_of(store: Store, run: Run) -> Iterator[tuple[tuple[str, str, str], float]]:
+    """Of each metric the latest value, which of one that is not measured in each iteration is of an earlier one."""
     last = run.last_iteration
     there = {info.metric: info for info in store.metrics(run.name)}
     for name in _OF_RUN:
         known = catalogue.find(name)
         if known is None or name not in there or there[name].items > 16:
             continue
-        points = store.points(run.name, name, there[name].layers[0], known.headline, last, last, 1)
-        for item, value in enumerate(points.values[-1:].ravel()):
-            if not math.isnan(value):
-                values.add_metric((run.name, name, str(item)), float(value))
-    name = "moe.confidence"
-    for layer in there[name].layers[:MAX_LAYERS] if name in there else ():
-        value = store.points(run.name, name, layer, "mean", last, last, 1).values[-1:, :1]
-        if value.size and not math.isnan(value.item()):
-            confidence.add_metric((run.name, str(layer)), float(value.item()))
+        first = max(run.first_iteration, last - LOOK_BACK + 1) if known.cadence == "sampled" else last
+        points = store.points(run.name, name, there[name].layers[0], known.headline, first, last, LOOK_BACK)
+        for item, values in enumerate(points.values.T.tolist()):
+            value = next((one for one in reversed(values) if not math.isnan(one)), None)
+            if value is not None:
+                yield (run.name, name, str(item)), value

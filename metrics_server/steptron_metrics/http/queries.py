@@ -19,7 +19,11 @@ T = TypeVar("T")
 THREADS = 4
 MAX_WAITING = 128
 TIMEOUT_SECONDS = 60.0
+LOOK_THREADS = 2
+LOOK_SECONDS = 5.0
+"""For what is small: lists of runs and alerts. A database that takes longer is away."""
 RUNS_KEPT_SECONDS = 0.25
+FAILURE_KEPT_SECONDS = 2.0
 RUNS_DESCRIBED = 64
 """Runs of which is kept what they have; a page asks for many values at once, each of which is checked against it."""
 
@@ -32,6 +36,8 @@ class Queries:
         threads: how many run at once.
         max_waiting: how many may be running or waiting; beyond that requests are told to come back.
         timeout_seconds: how long a request waits for its function.
+        look_seconds: how long it waits for one that is small.
+        trouble: why the database may not answer; None or empty where nothing is known.
     """
 
     def __init__(
@@ -40,13 +46,18 @@ class Queries:
         threads: int = THREADS,
         max_waiting: int = MAX_WAITING,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
+        trouble: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.store = store
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds, self.look_seconds = timeout_seconds, look_seconds
+        self._trouble = trouble
         self._max_waiting = max_waiting
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="http-query")
+        self._quick = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="http-look")
         self._lock = threading.Lock()
         self._outstanding = 0
+        self._failure: tuple[float, Exception] | None = None
         self._runs_lock = threading.Lock()
         self._runs: list[Run] = []
         self._runs_at = -float("inf")
@@ -63,24 +74,31 @@ class Queries:
         Raises:
             ApiError: 503 when too many are waiting or it does not end in time.
         """
+        return await self._do(function, self._pool, self.timeout_seconds)
+
+    async def look(self, function: Callable[[], T]) -> T:
+        """Runs a function that reads little, beside those that read much; likewise, with less patience."""
+        return await self._do(function, self._quick, self.look_seconds)
+
+    async def _do(self, function: Callable[[], T], pool: ThreadPoolExecutor, seconds: float) -> T:
         with self._lock:
             if self._outstanding >= self._max_waiting:
                 raise ApiError(503, f"{self._max_waiting} queries are waiting already", {"Retry-After": "1"})
             self._outstanding += 1
         try:
-            future = self._pool.submit(function)
+            future = pool.submit(function)
         except RuntimeError:
             self._done(None)
             raise ApiError(503, "the server is stopping") from None
         future.add_done_callback(self._done)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self.timeout_seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except TimeoutError:
             if future.done() and not future.cancelled() and future.exception() is not None:
                 raise  # the function's own
-            raise ApiError(
-                503, f"the database did not answer within {self.timeout_seconds:g} s", {"Retry-After": "5"}
-            ) from None
+            why = self._trouble()
+            reason = f"the database did not answer within {seconds:g} s" + (f" ({why})" if why else "")
+            raise ApiError(503, reason, {"Retry-After": "5"}) from None
 
     def _done(self, _: Future[T] | None) -> None:
         with self._lock:
@@ -90,7 +108,15 @@ class Queries:
         """The store's runs, at most a quarter of a second old; to be called in a query."""
         with self._runs_lock:
             if time.monotonic() - self._runs_at > RUNS_KEPT_SECONDS:
-                self._runs = self.store.runs()
+                # Those that waited for the lock do not wait for the database one after the other.
+                if self._failure is not None and time.monotonic() - self._failure[0] < FAILURE_KEPT_SECONDS:
+                    raise self._failure[1]
+                self._failure = None
+                try:
+                    self._runs = self.store.runs()
+                except Exception as error:
+                    self._failure = time.monotonic(), error
+                    raise
                 self._runs_at = time.monotonic()
             return self._runs
 
@@ -128,7 +154,8 @@ class Queries:
 
     def close(self) -> None:
         """Ends the threads when they are through with what they do; what waits is given up."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._quick):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def version_of(*parts: object) -> str:

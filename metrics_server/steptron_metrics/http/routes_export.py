@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from steptron_metrics.http.context import MAX_EXPORTS, Asking, Context
 from steptron_metrics.http.errors import ApiError
-from steptron_metrics.http.parameters import LAST_ITERATION, MAX_EXPORTED_METRICS, First, Last, MetricName, RunName
-from steptron_metrics.results import STATISTICS
+from steptron_metrics.http.parameters import (
+    LAST_ITERATION,
+    MAX_EXPORTED_METRICS,
+    MAX_RANK,
+    MAX_RAW_VALUES,
+    MAX_TABLE_ROWS,
+    First,
+    Last,
+    MetricName,
+    RunName,
+)
+from steptron_metrics.reading.raw import RawValues
+from steptron_metrics.results import STATISTICS, Run
 
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["export"])
 
@@ -35,14 +46,16 @@ SCHEMA = pa.schema(
 """Of tables without rows; others have the store's, which may encode the metrics' names."""
 
 
-@router.get(
-    "/table",
-    summary="All aggregates",
-    response_class=StreamingResponse,
-    responses={200: {"content": {kind: {} for kind in MEDIA_TYPES.values()}}},
-)
+_STREAMS: dict[int | str, dict[str, object]] = {200: {"content": {kind: {} for kind in MEDIA_TYPES.values()}}}
+Stream = Annotated[
+    Literal["arrow", "parquet"], Query(description="`arrow`: a stream of Arrow IPC; `parquet`: a file, zstd.")
+]
+
+
+@router.get("/table", summary="All aggregates", response_class=StreamingResponse, responses=_STREAMS)
 async def table(
     asking: Asking,
+    request: Request,
     run: RunName,
     metric: Annotated[
         list[MetricName],
@@ -50,35 +63,94 @@ async def table(
     ] = [],  # noqa: B006 - never changed
     first: First = 0,
     last: Last = LAST_ITERATION,
-    form: Annotated[
-        Literal["arrow", "parquet"], Query(description="`arrow`: a stream of Arrow IPC; `parquet`: a file, zstd.")
-    ] = "arrow",
+    limit: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=MAX_TABLE_ROWS,
+            description="At most so many rows (5,000,000 without it), but whole iterations, and one in any case. Where "
+            "there are more the "
+            'answer has a header `Link: <...>; rel="next"` with the address of those that follow.',
+        ),
+    ] = None,
+    form: Stream = "arrow",
 ) -> StreamingResponse:
     """One row an item: iteration, metric, layer, item, count, mean, rms, min, median, max, p99. Streamed: nothing is
-    held in memory whole. An answer that ends early was not completed."""
+    held in memory whole. An answer that ends early was not completed; one with a header `Link` is not the last one."""
     found = await asking.run(run)
     store = asking.queries.store
-    if metric:
-        known, _ = await asking.queries.do(lambda: asking.queries.described(found))
-        for name in metric:
-            if name not in known:
-                raise ApiError(404, f"run {run!r} has no metric {name!r}; GET /api/v1/runs/{run}/metrics lists them")
+    known, _ = await asking.queries.do(lambda: asking.queries.described(found))
+    for name in metric:
+        if name not in known:
+            raise ApiError(404, f"run {run!r} has no metric {name!r}; GET /api/v1/runs/{run}/metrics lists them")
+    width = sum(known[name].items * len(known[name].layers) for name in metric or known)
+    most = max((limit or MAX_TABLE_ROWS) // max(width, 1), 1)
+    first, last = max(first, found.first_iteration), min(last, found.last_iteration)
+    numbers = await asking.queries.do(lambda: store.numbers(run, first, last, most + 1))
+    headers = {}
+    if len(numbers) > most:
+        last = numbers[most - 1]
+        following = request.url.include_query_params(first=numbers[most])
+        headers["link"] = f'<{following.path}?{following.query}>; rel="next"'
+    _take_place(asking.context)
+    batches = store.table(run, metric or None, first, last)
+    return _Export(asking.context, _arrow(batches) if form == "arrow" else _parquet(batches), run, form, headers)
+
+
+@router.get("/raw", summary="Raw values", response_class=StreamingResponse, responses=_STREAMS)
+async def raw(
+    asking: Asking,
+    run: RunName,
+    iteration: Annotated[int, Query(ge=1, le=LAST_ITERATION, description="Of the latest session that has it.")],
+    metric: MetricName,
+    layer: Annotated[int, Query(ge=-1, le=MAX_RANK, description="-1 for what is not of a layer.")] = -1,
+    first_rank: Annotated[int, Query(ge=0, le=MAX_RANK, description="Ranks before this one are left out.")] = 0,
+    last_rank: Annotated[int, Query(ge=0, le=MAX_RANK, description="Ranks after this one are left out.")] = MAX_RANK,
+    form: Stream = "arrow",
+) -> StreamingResponse:
+    """What each rank sent of a metric and layer in one of the latest iterations, as long as the journal has it: rank,
+    row (the micro-batch; of folded series 0 to 4 are count, sum, sum of squares, minimum and maximum), item, value.
+    Streamed, in the order of the ranks; at most 20,000,000 values: of more ask for some ranks at a time."""
+    found: Run = await asking.run(run)
     context = asking.context
+    _take_place(context)
+    try:
+        values = await asking.queries.do(
+            lambda: RawValues(
+                *(context.settings.journal, found.name, iteration, metric, layer),
+                ranks=(first_rank, last_rank),
+                limits=context.settings.limits,
+            )
+        )
+        if values.number > MAX_RAW_VALUES:
+            raise ApiError(
+                422, f"that is {values.number} values, at most {MAX_RAW_VALUES}: ask for some ranks at a time"
+            )
+    except BaseException as error:
+        context.exports.release()
+        if isinstance(error, KeyError):
+            raise ApiError(404, f"there are no {error.args[0]} in the journal") from None
+        raise
+    batches = values.batches()
+    return _Export(context, _arrow(batches) if form == "arrow" else _parquet(batches), run, form, {})
+
+
+def _take_place(context: Context) -> None:
     if not context.exports.acquire(blocking=False):
         raise ApiError(503, f"{MAX_EXPORTS} exports are running already", {"Retry-After": "10"})
-    batches = store.table(run, metric or None, max(first, found.first_iteration), min(last, found.last_iteration))
-    return _Export(context, _arrow(batches) if form == "arrow" else _parquet(batches), run, form)
 
 
 class _Export(StreamingResponse):
     """Gives back its place among the exports however it ends."""
 
-    def __init__(self, context: Context, chunks: Iterator[bytes], run: str, form: str) -> None:
+    def __init__(
+        self, context: Context, chunks: Iterator[bytes], run: str, form: str, headers: Mapping[str, str]
+    ) -> None:
         ending = "arrows" if form == "arrow" else "parquet"
         super().__init__(
             _in_a_thread(chunks),
             media_type=MEDIA_TYPES[form],
-            headers={"content-disposition": f'attachment; filename="{run}.{ending}"'},
+            headers={"content-disposition": f'attachment; filename="{run}.{ending}"', **headers},
         )
         self._context = context
 

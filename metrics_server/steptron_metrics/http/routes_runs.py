@@ -21,7 +21,7 @@ router = APIRouter(prefix="/api/v1", tags=["runs"])
 
 
 def is_live(context: Context, run: Run) -> bool:
-    return time.time_ns() - run.last_ended_ns < context.settings.stale_after_seconds * 1e9
+    return not run.finished and time.time_ns() - run.last_ended_ns < context.settings.stale_after_seconds * 1e9
 
 
 def unchanged(request: Request, version: str) -> bool:
@@ -44,7 +44,7 @@ async def runs(asking: Asking, request: Request, response: Response) -> object:
     """The runs that the token may read, the latest first. With an `ETag`: ask again with `If-None-Match`, as often as
     every second, to see what has changed."""
     asking.require("read")
-    found = [run for run in await asking.queries.do(asking.queries.runs) if asking.may("read", run.name)]
+    found = [run for run in await asking.queries.look(asking.queries.runs) if asking.may("read", run.name)]
     live = [is_live(asking.context, run) for run in found]
     version = version_of(found, live)
     if unchanged(request, version):
@@ -71,19 +71,24 @@ async def delete_run(
     run: RunName,
     force: Annotated[bool, Query(description="Also while the run is live; it comes back with its next frame.")] = False,
 ) -> Response:
-    """Deletes everything of a run: aggregates, alerts and raw values. Needs a token with the right `delete`."""
+    """Deletes everything of a run: aggregates, alerts and raw values. Needs a token with the right `delete`. A 503 says
+    why the run is still there; the server goes on trying."""
     asking.require("delete", run)
     queries = asking.queries
     try:
-        found = await queries.do(lambda: queries.run(run))
+        found = await queries.look(lambda: queries.run(run))
     except KeyError:
         raise ApiError(404, f"there is no run {run!r}") from None
     if not force and is_live(asking.context, found):
         raise ApiError(
-            409, f"run {run!r} is live: with force it is deleted all the same, and it comes back with its next frame"
+            409,
+            f"run {run!r} is live: with force=true (--force) it is deleted all the same, and it comes back with its "
+            "next frame",
         )
-    await queries.do(lambda: asking.context.delete(run))
-    queries.forget_runs()
+    try:
+        await queries.do(lambda: asking.context.delete(run))
+    finally:
+        queries.forget_runs()
     return Response(status_code=204)
 
 

@@ -29,7 +29,7 @@ async def alerts(
         await asking.run(run)
     else:
         asking.require("read")
-    found = await asking.queries.do(lambda: asking.queries.store.alerts(run, open))
+    found = await asking.queries.look(lambda: asking.queries.store.alerts(run, open))
     readable = [alert for alert in found if asking.may("read", alert.run)]
     return [AlertModel.of(alert) for alert in readable[:limit]]
 

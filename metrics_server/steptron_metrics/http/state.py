@@ -56,6 +56,7 @@ class Waiting:
         run, iteration: which.
         ranks, world_size: how many have sent, and are to send.
         since_ns: when its first frame arrived.
+        missing: ranks that have not sent, the first 10.
     """
 
     run: str
@@ -63,6 +64,7 @@ class Waiting:
     ranks: int
     world_size: int
     since_ns: int
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from itertools import pairwise
 
 from google.protobuf.message import DecodeError
 
@@ -15,6 +16,8 @@ from steptron_metrics.protocol import messages
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9][a-z0-9_]*){0,3}")
 MAX_METRIC_LENGTH = 96
+MAX_ITERATION = (1 << 53) - 1
+"""Iterations are exact in the numbers of JSON."""
 
 
 class Folding(IntEnum):
@@ -85,19 +88,28 @@ def serialize(series: Sequence[Series]) -> bytes:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a description may hold at most.
+    """What a description may hold at most, and all descriptions of a run together.
 
     Attributes:
-        series: their number.
+        series: of a description.
         items: largest index of an item, plus 1.
         layers: largest layer, plus 1.
         micro_batches: of a series.
+        total_items: largest index of an item, plus 1, summed over metrics and layers: of a description, and of a run,
+            where each is rounded up to a power of two. The reducers take no more.
+        run_metrics: names of metrics of a run.
+        run_series: pairs of metric and layer of a run.
+        run_sessions: sessions of a run that have sent frames.
     """
 
     series: int = 65_536
     items: int = 1 << 20
     layers: int = 4096
     micro_batches: int = 65_536
+    total_items: int = 1 << 22
+    run_metrics: int = 1000
+    run_series: int = 20_000
+    run_sessions: int = 10_000
 
 
 def parse(content: bytes, limits: Limits) -> tuple[Series, ...]:
@@ -113,18 +125,36 @@ def parse(content: bytes, limits: Limits) -> tuple[Series, ...]:
     if len(description.series) > limits.series:
         raise ValueError(f"{len(description.series)} series, at most {limits.series} are taken")
     parsed = []
-    seen: set[tuple[str, int, int]] = set()
+    ranges: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
     for index, one in enumerate(description.series):
         try:
             series = _checked(one, limits)
         except ValueError as error:
             raise ValueError(f"series {index}: {error}") from None
-        key = (series.metric, series.layer, series.first)
-        if key in seen:
-            raise ValueError(f"series {index}: {series.metric} of layer {series.layer}, item {series.first} twice")
-        seen.add(key)
+        ranges.setdefault((series.metric, series.layer), []).append((series.first, series.first + series.count, index))
         parsed.append(series)
+    total = 0
+    for (metric, layer), of_layer in ranges.items():
+        if len(of_layer) > 1:
+            _check_ranges(metric, layer, of_layer)
+        total += of_layer[-1][1]
+    if total > limits.total_items:
+        raise ValueError(
+            f"{total} items in all metrics and layers together, each counted up to its largest; "
+            f"at most {limits.total_items} are taken"
+        )
     return tuple(parsed)
+
+
+def _check_ranges(metric: str, layer: int, ranges: list[tuple[int, int, int]]) -> None:
+    """Sorts (first, end, index of the series), which must not overlap."""
+    ranges.sort()
+    for (_, end, one), (first, _, other) in pairwise(ranges):
+        if first < end:
+            raise ValueError(
+                f"series {max(one, other)}: {metric} of layer {layer}, item {first} twice (also in series "
+                f"{min(one, other)})"
+            )
 
 
 _FOLDINGS = {int(one): one for one in Folding}

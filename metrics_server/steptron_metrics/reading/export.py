@@ -113,7 +113,9 @@ def begin(
         MetricsError: there is an export already, or another one broke off there.
     """
     if folder.exists() and not overwrite:
-        raise MetricsError(f"{folder} exists: choose another folder, or have it overwritten")
+        raise MetricsError(
+            f"{folder} exists: choose another folder, or have it replaced (--force; overwrite=True in Python)"
+        )
     if overwrite and folder.exists() and not (folder / MANIFEST).is_file():
         raise MetricsError(f"{folder} is no export, it has no {MANIFEST}: it is not overwritten")
     asked = {

@@ -12,7 +12,6 @@ import numpy as np
 
 from steptron_metrics import catalogue
 from steptron_metrics.catalogue import Statistic
-from steptron_metrics.errors import MetricsError
 from steptron_metrics.reading.source import LAST_ITERATION, Source, open_source
 from steptron_metrics.reading.whole import LAYERS, whole
 from steptron_metrics.results import STATISTICS, Alert, Points, Run
@@ -33,7 +32,8 @@ class MetricsReader:
     Args:
         where: address of a running server's page, folder of a server, or URL of its PostgreSQL database.
         token, certificate: bearer token and root certificate (PEM) of a running server.
-        journal: folder of the server's journal, for ``raw``; the server's own folder has it in ``journal``.
+        journal: folder of the server's journal, for ``raw`` of a PostgreSQL database; a running server and a server's
+            folder have it themselves.
 
     Raises:
         MetricsError: it cannot be read. Methods raise ``KeyError`` where a run, metric, layer or figure does not exist.
@@ -45,10 +45,10 @@ class MetricsReader:
         token: str | None = None,
         *,
         certificate: Path | None = None,
-        journal: Path | None = None,
+        journal: str | Path | None = None,
     ) -> None:
         self._source: Source = open_source(where, token=token, certificate=certificate)
-        self._journal = journal or self._source.journal
+        self._journal = self._source.journal if journal is None else Path(journal)
 
     def runs(self) -> pd.DataFrame:
         """A row a run, the latest first; columns as of :class:`steptron_metrics.results.Run`."""
@@ -142,16 +142,13 @@ class MetricsReader:
         only, see ``Settings.raw_iterations``.
 
         Raises:
-            MetricsError: the journal is not on this machine.
+            MetricsError: a database alone has no raw values.
         """
-        from steptron_metrics.reading.raw import raw_values
+        from steptron_metrics.reading.raw import frame_of, raw_values
 
-        if self._journal is None:
-            raise MetricsError(
-                f"raw values of {self._source.name} are in the journal in its folder: give journal=FOLDER/journal "
-                "where that folder is mounted"
-            )
-        return raw_values(self._journal, run, iteration, metric, layer)
+        if self._journal is not None:
+            return raw_values(self._journal, run, iteration, metric, layer)
+        return frame_of(self._source.raw(run, iteration, metric, layer))
 
     def close(self) -> None:
         self._source.close()

@@ -6,12 +6,13 @@ import http.client
 import json
 import math
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,21 @@ from steptron_metrics.results import Alert, MetricInfo, Points, Run
 
 TIMEOUT_SECONDS = 180.0
 _ROWS = 5000
+_ATTEMPTS = 12
+"""At what only a few get at once."""
 _MAGIC = b"STP1"
+
+
+class _Busy(MetricsError):
+    """The server answers, and not this, at the moment.
+
+    Attributes:
+        seconds: after which to ask again.
+    """
+
+    def __init__(self, reason: str, retry_after: str) -> None:
+        super().__init__(reason)
+        self.seconds = min(float(retry_after), 10.0) if retry_after.isdigit() else 1.0
 
 
 class RemoteSource:
@@ -125,17 +140,23 @@ class RemoteSource:
 
     def table(self, run: str, metrics: Sequence[str] | None, first: int, last: int) -> Iterator[pa.RecordBatch]:
         parameters = {"first": first, "last": last, "metric": list(metrics or ())}
-        response = self._open(f"{_path(run)}/table", parameters)
+        response = self._open_stream(f"{_path(run)}/table", parameters)
 
-        def batches() -> Iterator[pa.RecordBatch]:
-            with response:
-                try:
-                    with pa.ipc.open_stream(response) as stream:
-                        yield from stream
-                except (pa.ArrowInvalid, OSError, http.client.HTTPException) as error:
-                    raise MetricsError(f"{self.name}: the table of run {run} broke off: {error}") from error
+        def batches(part: http.client.HTTPResponse) -> Iterator[pa.RecordBatch]:
+            while True:
+                following = part.headers.get("link", "")
+                yield from self._stream(part, f"the table of run {run}")
+                # The server hands out a bounded number of rows at once.
+                if 'rel="next"' not in following:
+                    return
+                query = parse_qs(urlsplit(following.partition("<")[2].partition(">")[0]).query)
+                part = self._open_stream(f"{_path(run)}/table", {**parameters, "first": int(query["first"][0])})
 
-        return batches()
+        return batches(response)
+
+    def raw(self, run: str, iteration: int, metric: str, layer: int) -> Iterator[pa.RecordBatch]:
+        parameters = {"iteration": iteration, "metric": metric, "layer": layer}
+        return self._stream(self._open_stream(f"{_path(run)}/raw", parameters), f"raw values of run {run}")
 
     def alerts(self, run: str | None) -> list[Alert]:
         found = self._json("alerts", {"limit": _ROWS} | ({} if run is None else {"run": run}))
@@ -171,6 +192,25 @@ class RemoteSource:
         with self._open(path, parameters or {}) as response:
             return json.loads(self._read(response))
 
+    def _open_stream(self, path: str, parameters: Mapping[str, object]) -> http.client.HTTPResponse:
+        """Opens what a server hands out to a few at once; waits for a place."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._open(path, parameters)
+            except _Busy as error:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                time.sleep(error.seconds)
+        raise AssertionError("unreachable")
+
+    def _stream(self, response: http.client.HTTPResponse, what: str) -> Iterator[pa.RecordBatch]:
+        with response:
+            try:
+                with pa.ipc.open_stream(response) as stream:
+                    yield from stream
+            except (pa.ArrowInvalid, OSError, http.client.HTTPException) as error:
+                raise MetricsError(f"{self.name}: {what} broke off: {error}") from error
+
     def _read(self, response: http.client.HTTPResponse) -> bytes:
         try:
             return response.read()
@@ -199,6 +239,8 @@ class RemoteSource:
             reason = _reason(error)
             if error.code == 404:
                 raise KeyError(reason) from None
+            if error.code == 503:
+                raise _Busy(f"{self.name}: {reason}", error.headers.get("retry-after", "")) from None
             raise MetricsError(f"{self.name} refuses: {reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             cause = error.reason if isinstance(error, urllib.error.URLError) else error

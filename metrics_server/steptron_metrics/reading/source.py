@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from steptron_metrics.catalogue import Statistic
 from steptron_metrics.errors import MetricsError
 from steptron_metrics.results import Alert, MetricInfo, Points, Run
-from steptron_metrics.server import status
+from steptron_metrics.server import remembered, status
 from steptron_metrics.settings import Settings
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Source(Protocol):
     def table(self, run: str, metrics: Sequence[str] | None, first: int, last: int) -> Iterator[pa.RecordBatch]:
         """As ``Store.table``."""
 
+    def raw(self, run: str, iteration: int, metric: str, layer: int) -> Iterator[pa.RecordBatch]:
+        """What each rank sent, see :class:`steptron_metrics.reading.raw.RawValues`."""
+
     def alerts(self, run: str | None) -> list[Alert]:
         """The latest first."""
 
@@ -88,11 +91,20 @@ def open_source(where: str | Path, *, token: str | None = None, certificate: Pat
         return StoredSource(open_store(Settings(Path(), database=text), read_only=True), "the database", None)
     folder = Path(where)
     if folder.is_dir():
-        settings = Settings(folder)
+        settings = Settings(folder, database=remembered.read(folder))
         running = status.read(folder)
         if running is not None and running.ready and _lives(running.pid):
             return _remote(running.http_address, token, certificate, settings.journal)
-        return StoredSource(open_store(settings, read_only=True), text, settings.journal)
+        try:
+            store = open_store(settings, read_only=True)
+        except MetricsError as error:
+            if settings.database is None:
+                raise
+            raise MetricsError(
+                f"the server of {text} keeps its results in PostgreSQL, of which the folder remembers no password: "
+                f"give the database's URL, or set PGPASSWORD ({error})"
+            ) from error
+        return StoredSource(store, text, settings.journal)
     if isinstance(where, str) and _ADDRESS.fullmatch(text):
         return _remote(f"{'http' if certificate is None else 'https'}://{text}", token, certificate)
     raise MetricsError(
@@ -161,6 +173,16 @@ class StoredSource:
             if name not in known:
                 raise KeyError(name)
         return self._store.table(run, metrics, first, last)
+
+    def raw(self, run: str, iteration: int, metric: str, layer: int) -> Iterator[pa.RecordBatch]:
+        from steptron_metrics.reading.raw import RawValues
+
+        if self.journal is None:
+            raise MetricsError(
+                f"raw values are not in {self.name} but in the journal in the server's folder: give its address, or "
+                "journal=FOLDER/journal where that folder is mounted"
+            )
+        return RawValues(self.journal, run, iteration, metric, layer).batches()
 
     def alerts(self, run: str | None) -> list[Alert]:
         return self._store.alerts(run)

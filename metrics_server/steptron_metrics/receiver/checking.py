@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from steptron_metrics.journal import format as fmt
+from steptron_metrics.journal.registry import Mark
 from steptron_metrics.journal.writer import Entry
+from steptron_metrics.protocol.description import MAX_ITERATION
 from steptron_metrics.protocol.messages import checksum
 from steptron_metrics.receiver.descriptions import Descriptions, Known
+from steptron_metrics.receiver.greeting import utc
+from steptron_metrics.receiver.moments import Moments, what_is_wrong
 from steptron_metrics.results import Event
 
-MAX_ITERATION = 1 << 53
-"""Iterations are exact in the float64 of JSON."""
 MAX_DESCRIPTIONS = 4096
 """Distinct ones over a connection."""
 MAX_DESCRIPTION_BYTES = 64 << 20
@@ -23,7 +27,7 @@ MAX_EVENTS = 64
 MAX_KIND_LENGTH = 32
 MAX_DETAIL_LENGTH = 1000
 
-_EMPTY = Known(b"", 0)
+_EMPTY = Known(b"", ())
 _EMPTY_ID = checksum(b"")
 _MAX_INT64 = (1 << 63) - 1
 _SMALL = 16 << 10
@@ -34,13 +38,22 @@ class TooManyDescriptions(Exception):
     """A connection has sent as many as it may; over a new one it can begin anew."""
 
 
+class Refusal(NamedTuple):
+    """Why a frame is not taken: where it is in the message, and whether only a later session is in its way."""
+
+    at: int
+    reason: str
+    superseded: bool = False
+
+
 @dataclass
 class Checked:
-    """What is left of a message's frames: what to store, and index and reason of frames that were not taken."""
+    """What is left of a message's frames: what to store, the least iteration in it, and what was not taken."""
 
     entry: Entry
     num_frames: int = 0
-    refusals: list[tuple[int, str]] = field(default_factory=list)
+    first: int = MAX_ITERATION
+    refusals: list[Refusal] = field(default_factory=list)
 
 
 class Checker:
@@ -98,38 +111,66 @@ class Checker:
         known = self._descriptions.find(content)
         if known is None:
             if len(content) <= _SMALL:
-                num_bytes = self._descriptions.check(content)
+                checked = self._descriptions.check(content)
             else:
-                num_bytes = await asyncio.to_thread(self._descriptions.check, content)
-            known = self._descriptions.add(content, num_bytes)
+                checked = await asyncio.to_thread(self._descriptions.check, content)
+            known = self._descriptions.add(checked)
         if len(self._known) >= MAX_DESCRIPTIONS or self._known_bytes + len(content) > MAX_DESCRIPTION_BYTES:
             raise TooManyDescriptions("too many descriptions over one connection: begin another")
         self._known[description_id] = known
         self._known_bytes += len(content)
 
-    def check(self, frames: Sequence[Any], values_of: Sequence[bytes | memoryview], refused: dict[int, str]) -> Checked:
+    def used(self, frames: Sequence[Any]) -> dict[int, Known]:
+        """The descriptions that frames need, as far as they have come, by id."""
+        ids = {frame.description_id for frame in frames}
+        return {one: known for one in ids if (known := self._known.get(one)) is not None}
+
+    def check(
+        self,
+        frames: Sequence[Any],
+        values_of: Sequence[bytes | memoryview],
+        refused: dict[int, str],
+        not_admitted: Mapping[int, str],
+        later: Mark | None,
+    ) -> Checked:
         """Checks frames each for itself.
 
         Args:
             frames: of a message.
             values_of: their values; these of the frames themselves are not looked at.
-            refused: those whose descriptions were.
+            refused: those whose descriptions were, by index.
+            not_admitted: why the run does not take descriptions, by id.
+            later: the session that has taken the place of this one.
         """
         descriptions: dict[int, bytes] = {}
         records: list[bytes] = []
         payloads: list[bytes | memoryview] = []
-        refusals: list[tuple[int, str]] = []
+        refusals: list[Refusal] = []
         num_frames = num_bytes = 0
+        first = MAX_ITERATION
+        impossible = self._impossible(frames, values_of)
+        end = MAX_ITERATION + 1 if later is None else later.first
         for index, (frame, values) in enumerate(zip(frames, values_of, strict=True)):
             if index in refused:
-                refusals.append((index, refused[index]))
+                refusals.append(Refusal(index, refused[index]))
+                continue
+            if frame.description_id in not_admitted:
+                refusals.append(Refusal(index, not_admitted[frame.description_id]))
                 continue
             try:
                 record = self._record(frame, values)
+                if index in impossible:
+                    known = self._known[frame.description_id]
+                    raise ValueError(what_is_wrong(self._descriptions.series(known), np.frombuffer(values, "<f4")))
                 events = _events(frame.events) if frame.events else None
             except ValueError as error:
-                refusals.append((index, str(error)))
+                refusals.append(Refusal(index, str(error)))
                 continue
+            iteration = frame.iteration
+            if later is not None and iteration >= end:
+                refusals.append(Refusal(index, _superseded(self._run, iteration, later), superseded=True))
+                continue
+            first = min(first, iteration)
             description_id = frame.description_id
             if description_id not in descriptions:
                 descriptions[description_id] = self._known[description_id].content
@@ -141,14 +182,29 @@ class Checker:
                 records.append(fmt.pack_payload(fmt.EVENTS, events))
                 payloads.append(events)
                 num_bytes += len(events)
-        return Checked(Entry(self._run, records, payloads, num_bytes, descriptions), num_frames, refusals)
+        return Checked(Entry(self._run, records, payloads, num_bytes, descriptions), num_frames, first, refusals)
+
+    def _impossible(self, frames: Sequence[Any], values_of: Sequence[bytes | memoryview]) -> set[int]:
+        """Indices of frames whose folded values can be none."""
+        groups: dict[Moments, tuple[list[int], list[np.ndarray]]] = {}
+        for index, (frame, values) in enumerate(zip(frames, values_of, strict=True)):
+            known = self._known.get(frame.description_id)
+            if known is not None and known.folded is not None and len(values) == known.num_bytes:
+                begin, moments = known.folded
+                indices, arrays = groups.setdefault(moments, ([], []))
+                indices.append(index)
+                arrays.append(np.frombuffer(values, "<f4", offset=4 * begin))
+        impossible: set[int] = set()
+        for moments, (indices, arrays) in groups.items():
+            impossible.update(np.array(indices)[~moments.are_possible(arrays)].tolist())
+        return impossible
 
     def _record(self, frame: Any, values: bytes | memoryview) -> bytes:
         rank, iteration, seconds = frame.rank, frame.iteration, frame.seconds
         if rank >= self._world_size:
             raise ValueError(f"rank {rank}: the session has ranks 0 to {self._world_size - 1}")
         if not 1 <= iteration <= MAX_ITERATION:
-            raise ValueError(f"iteration {iteration}: expected 1 to 2^53")
+            raise ValueError(f"iteration {iteration}: expected 1 to 2^53 - 1")
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"seconds {seconds}: expected a finite number, not negative")
         ended_ns, tokens, dropped = frame.ended_ns, frame.consumed_tokens, frame.dropped
@@ -182,6 +238,16 @@ class Checker:
             length,
             frame.checksum,
         )
+
+
+def _superseded(run: str, iteration: int, later: Mark) -> str:
+    ahead = (later.started_ns - later.seen_ns) / 1e9
+    clock = f" (by a clock that was {ahead:.1f} s ahead of the server's)" if ahead > 1 else ""
+    return (
+        f"iteration {iteration}: a later session of run {run!r}, begun at {utc(later.started_ns)}{clock}, has begun at "
+        f"iteration {later.first} in the place of this session. Where this one still trains, another process trains "
+        "under the same name: give one of them another (telemetry.run)"
+    )
 
 
 def _events(events: Sequence[Any]) -> bytes:

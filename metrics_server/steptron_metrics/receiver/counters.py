@@ -22,6 +22,7 @@ class Counters:
         frames, bytes: stored in the journal; bytes of values.
         messages: answered ones.
         refused: frames that were not taken, and messages that were not.
+        superseded: frames of sessions in whose place a later one is.
         later: messages that the client was told to send later.
         commits, commit_seconds: writes with a sync, and the time that they took.
     """
@@ -33,6 +34,7 @@ class Counters:
     bytes: int = 0
     messages: int = 0
     refused: int = 0
+    superseded: int = 0
     later: int = 0
     commits: int = 0
     commit_seconds: float = 0.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 
-from steptron_metrics.protocol.description import Limits, parse
+from steptron_metrics.protocol.description import Limits, Series, parse
+from steptron_metrics.receiver.moments import folded_of
 
 MAX_BYTES = 512 << 20
 
@@ -14,13 +15,19 @@ class NoRoom(Exception):
 
 
 class Known:
-    """A description that has been checked: its bytes, and how many bytes of values it stands for."""
+    """A description that has been checked: its bytes, and what they come to.
 
-    __slots__ = ("__weakref__", "content", "num_bytes")
+    Attributes:
+        series: what it says, until somebody has taken that; it takes up much more room than the bytes.
+    """
 
-    def __init__(self, content: bytes, num_bytes: int) -> None:
+    __slots__ = ("__weakref__", "content", "folded", "num_bytes", "series")
+
+    def __init__(self, content: bytes, series: tuple[Series, ...]) -> None:
         self.content = content
-        self.num_bytes = num_bytes
+        self.num_bytes = 4 * sum(one.size for one in series)
+        self.folded = folded_of(series)
+        self.series: tuple[Series, ...] | None = series
 
 
 class Descriptions:
@@ -40,28 +47,32 @@ class Descriptions:
     def find(self, content: bytes) -> Known | None:
         return self._known.get(content)
 
-    def check(self, content: bytes) -> int:
-        """Bytes of the values of a description; to be called by any thread.
+    def check(self, content: bytes) -> Known:
+        """Reads a description, which is not kept yet; to be called by any thread.
 
         Raises:
             ValueError: it is malformed or beyond the limits.
         """
-        return 4 * sum(series.size for series in parse(content, self._limits))
+        return Known(content, parse(content, self._limits))
 
-    def add(self, content: bytes, num_bytes: int) -> Known:
-        """Keeps one that ``check`` has passed.
+    def series(self, known: Known) -> tuple[Series, ...]:
+        """What a description says; to be called by any thread."""
+        return known.series or parse(known.content, self._limits)
+
+    def add(self, checked: Known) -> Known:
+        """Keeps one that ``check`` has passed; the one to be used, which may have come meanwhile.
 
         Raises:
             NoRoom: there are too many.
         """
-        known = self._known.get(content)
+        known = self._known.get(checked.content)
         if known is None:
-            if self._num_bytes + len(content) > self._max_bytes:
+            size = len(checked.content)
+            if self._num_bytes + size > self._max_bytes:
                 raise NoRoom("too many descriptions over all connections: try again later")
-            known = Known(content, num_bytes)
-            self._known[content] = known
-            self._num_bytes += len(content)
-            weakref.finalize(known, self._released, len(content))
+            known = self._known[checked.content] = checked
+            self._num_bytes += size
+            weakref.finalize(known, self._released, size)
         return known
 
     def _released(self, num_bytes: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import grpc
@@ -16,7 +18,7 @@ from steptron_metrics.protocol import VERSION, messages
 from steptron_metrics.protocol.description import RUN_NAME
 from steptron_metrics.settings import Settings
 
-_MAX_AHEAD_NS = 86_400_000_000_000
+_MAX_AHEAD_NS = 60_000_000_000
 
 
 class Rejected(Exception):
@@ -85,13 +87,23 @@ def read_hello(content: bytes, settings: Settings) -> Session:
         raise _invalid(f"run: {session.run[:200]!r} is no name of a run, expected {RUN_NAME.pattern}")
     if not 1 <= session.world_size <= settings.max_world_size:
         raise _invalid(f"world_size: {session.world_size}, expected 1 to {settings.max_world_size}")
-    if not 1 <= session.started_ns <= time.time_ns() + _MAX_AHEAD_NS:
-        raise _invalid(f"started_ns: {session.started_ns}, expected nanoseconds since 1970, at most a day ahead of now")
+    now_ns = time.time_ns()
+    if not 1 <= session.started_ns <= now_ns + _MAX_AHEAD_NS:
+        raise _invalid(
+            f"started_ns: {session.started_ns} ({utc(session.started_ns)}), expected nanoseconds since 1970, at most "
+            f"{_MAX_AHEAD_NS // 10**9} s ahead of the server's clock, which says {utc(now_ns)}: sessions are ordered "
+            "by when they began, so set the clock that is wrong, and start anew"
+        )
     return Session(session.run, session.started_ns, session.world_size)
 
 
-def open_run(settings: Settings, run: str) -> None:
+def open_run(settings: Settings, run: str, patterns: Sequence[str] | None) -> None:
     """Makes the folder of a run in the journal, where it has none.
+
+    Args:
+        settings: of the server.
+        run: its name.
+        patterns: of names that the token is limited to, one of which the run matches; None: it is not.
 
     Raises:
         Rejected: there are as many runs as the server takes, or the disk does not take it.
@@ -100,17 +112,31 @@ def open_run(settings: Settings, run: str) -> None:
     try:
         if folder.is_dir():
             return
-        number = len(reading.run_folders(settings.journal))
+        runs = [entry.name for entry in reading.run_folders(settings.journal)]
+        number = len(runs)
         if number >= settings.max_runs:
             raise Rejected(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"the server has {number} runs, at most {settings.max_runs} are taken: delete one, or raise max_runs",
             )
+        if patterns is not None:
+            matching = sum(any(fnmatchcase(name, pattern) for pattern in patterns) for name in runs)
+            if matching >= settings.max_runs_per_token:
+                raise Rejected(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"the server has {matching} runs that this token may write, at most {settings.max_runs_per_token} "
+                    "are taken: delete one, or raise max_runs_per_token",
+                )
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise Rejected(
             grpc.StatusCode.UNAVAILABLE, f"the server cannot begin run {run!r} on its disk: {error.strerror}"
         ) from error
+
+
+def utc(ns: int) -> str:
+    """Nanoseconds since 1970 for people."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ns / 1e9))
 
 
 def _invalid(reason: str) -> Rejected:

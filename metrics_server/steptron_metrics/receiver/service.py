@@ -13,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from steptron_metrics.access import Access
+from steptron_metrics.journal.registry import TooManySessions
 from steptron_metrics.protocol import messages
 from steptron_metrics.receiver import greeting, wire
 from steptron_metrics.receiver.checking import Checker, TooManyDescriptions
@@ -20,6 +21,7 @@ from steptron_metrics.receiver.committer import Committer
 from steptron_metrics.receiver.counters import Counters
 from steptron_metrics.receiver.descriptions import Descriptions, NoRoom
 from steptron_metrics.receiver.requests import Requests
+from steptron_metrics.receiver.runs import Run, Runs
 from steptron_metrics.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class Service:
         self._counters = counters
         self._others = others
         self._descriptions = Descriptions(settings.limits)
+        self._runs = Runs(settings, self._descriptions)
         self._connections: set[_Connection] = set()
         self._world_sizes: dict[tuple[str, int], list[int]] = {}  # of open sessions: size, connections
         self._stopping = False
@@ -151,7 +154,7 @@ class Service:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"world_size: {session.world_size}, other connections of this session say {open_session[0]}",
             )
-        greeting.open_run(settings, session.run)
+        greeting.open_run(settings, session.run, self._access.patterns(token))
         self._enter(session)
         try:
             await context.write(self._welcome)
@@ -166,6 +169,7 @@ class Service:
         checker = Checker(
             session.run, session.started_ns, session.world_size, self._settings.max_frame_bytes, self._descriptions
         )
+        run = self._runs.open(session.run)
         while True:
             await self._committer.may_read()
             if self._stopping:
@@ -173,7 +177,7 @@ class Service:
             content = await self._read(connection, context)
             if content is None:
                 return
-            answer = await self._answer(content, session, checker)
+            answer = await self._answer(content, session, run, checker)
             del content
             self._counters.messages += 1
             try:
@@ -191,7 +195,7 @@ class Service:
         connection.reading = False
         return None if content is grpc.aio.EOF else content
 
-    async def _answer(self, content: bytes, session: greeting.Session, checker: Checker) -> Any:
+    async def _answer(self, content: bytes, session: greeting.Session, run: Run, checker: Checker) -> Any:
         if len(content) > self._settings.max_message_bytes:
             return self._refuse(
                 0, f"a message of {len(content)} bytes, at most {self._settings.max_message_bytes} are taken"
@@ -212,8 +216,16 @@ class Service:
         later = self._committer.why_not(len(content)) if frames else None
         if later is not None:
             return self._put_off(number, later)
-        checked = checker.check(frames, values, refused)
-        del message, frames, values, content  # what is kept while it is written is what the entry needs
+        try:
+            not_admitted = await run.admit(session, checker.used(frames)) if frames else {}
+            checked = checker.check(frames, values, refused, not_admitted, run.later(session))
+            del message, frames, values, content  # what is kept while it is written is what the entry needs
+            if checked.num_frames:
+                await run.begin(session, checked.first)
+        except OSError as error:
+            return self._put_off(number, f"the server cannot write to its disk: {error.strerror or error}")
+        except TooManySessions as error:
+            raise greeting.Rejected(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         if checked.num_frames:
             later = await self._committer.store(checked.entry)
             if later is not None:
@@ -221,9 +233,12 @@ class Service:
             self._counters.frames += checked.num_frames
             self._counters.bytes += checked.entry.num_bytes
         answer = messages.Answer(number=number, result=messages.STORED)
-        for index, reason in checked.refusals:
-            answer.refusals.add(index=index, reason=reason)
-        self._counters.refused += len(checked.refusals)
+        for index, reason, superseded in checked.refusals:
+            answer.refusals.add(index=index, reason=reason, superseded=superseded)
+            if superseded:
+                self._counters.superseded += 1
+            else:
+                self._counters.refused += 1
         if checker.carries_rank_0:
             answer.requests.extend(self._requests.of(session.run))
         return answer

@@ -9,6 +9,12 @@ What counts as a sample:
 - Sums and roots of sums of squares: the values of all ranks make one sample. It is not measured when a part is NaN,
   since it would be too small without. When ranks are missing it is that of the others.
 
+Of metrics of groups the largest of the groups in each micro-batch is made, too (``moe.group_load_max``,
+``moe.group_share_max``), where all groups' values of a micro-batch are known side by side: the values are not folded,
+and either a rank sends all groups, or every group is sent by equally many ranks, of which the k-th of each, by rank,
+are taken for one group of ranks, as in every layout of groups x replicas. That is checked: such values are over their
+mean, so that those of a micro-batch have to average 1. Where one does not, nothing is made.
+
 NaN is not measured and does not count. Infinities are values: a maximum of inf is seen, and makes the mean inf.
 Median and p99 are interpolated linearly. Sums are made in float64.
 """
@@ -21,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from steptron_metrics import catalogue
 from steptron_metrics.protocol.description import Combination, Folding, Series
 from steptron_metrics.reducer.layout import Body, Layout, Layouts, Own
 from steptron_metrics.reducer.statistics import Moments, quantiles, ragged
@@ -30,6 +37,9 @@ MAX_ITEMS = 1 << 22
 """Of an iteration, all metrics and layers together; the aggregates of so many take up 117 MB."""
 BLOCK = 1 << 18
 """Values that are worked on at a time: with their float64 copy they stay in a core's cache."""
+
+_ROUNDING = 1e-3
+"""By how much loads of one micro-batch, each over their mean in float32, may average something else than 1."""
 
 _Key = tuple[str, int]
 """Metric and layer."""
@@ -60,11 +70,12 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Group:
-    """Runs of one body: ``values[i]`` float32 [body.size], firsts int64 [runs, len(body.singles)]."""
+    """Runs of one body: ``values[i]`` float32 [body.size], firsts int64 [runs, len(body.singles)], and their ranks."""
 
     body: Body
     values: list[np.ndarray] = field(default_factory=list)
     firsts: list[np.ndarray] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
 
 
 class _Share(NamedTuple):
@@ -134,7 +145,8 @@ def reduce_frames(frames: Sequence[tuple[Layout, np.ndarray]], ranks: Sequence[i
             for chunk in _chunks(groups, pieces):
                 columns = np.concatenate([np.arange(piece.target, piece.target + piece.width) for piece in chunk])
                 values[:, columns] = _dense(groups, chunk)
-    return [Aggregate(*key, values[:, starts[key] : starts[key] + items[key]]) for key in keys]
+    made = [Aggregate(*key, values[:, starts[key] : starts[key] + items[key]]) for key in keys]
+    return made + list(_largest_of_groups(groups, shares, items))
 
 
 def _grouped(frames: Sequence[tuple[Layout, np.ndarray]], ranks: Sequence[int] | None) -> list[_Group]:
@@ -151,6 +163,7 @@ def _grouped(frames: Sequence[tuple[Layout, np.ndarray]], ranks: Sequence[int] |
                 group = groups[id(body)] = _Group(body)
             group.values.append(values[start : start + body.size])
             group.firsts.append(firsts)
+            group.ranks.append(number if ranks is None else ranks[number])
     return list(groups.values())
 
 
@@ -369,6 +382,47 @@ def _scattered(
         moments.add(folded)
         _, both = ragged(columns, np.concatenate(item + folded_item), np.concatenate(samples + means))
     return moments.statistics(both)
+
+
+def _largest_of_groups(
+    groups: Sequence[_Group], shares: dict[_Key, list[_Share]], items: dict[_Key, int]
+) -> Iterator[Aggregate]:
+    """Of metrics of groups the largest in each micro-batch."""
+    for (name, layer), of_key in shares.items():
+        made = f"{name}_max"
+        metric = catalogue.find(name)
+        if metric is None or metric.items != "group" or catalogue.find(made) is None or (made, layer) in items:
+            continue
+        rows = _side_by_side(groups, of_key, items[name, layer])
+        if rows is not None and len(rows):
+            moments, both = ragged(1, np.zeros(len(rows), np.int64), rows.max(axis=1))
+            yield Aggregate(made, layer, moments.statistics(both))
+
+
+def _side_by_side(groups: Sequence[_Group], shares: Sequence[_Share], items: int) -> np.ndarray | None:
+    """float32 [micro-batches, items], those with something not measured left out; None where it is not known which
+    values are of one micro-batch."""
+    part = shares[0].part
+    width = shares[0].width
+    alike = {(share.width, share.part.rows, share.part.folding, share.part.combination) for share in shares}
+    if len(alike) > 1 or part.folding is not Folding.NONE or part.combination is not Combination.SAMPLES:
+        return None
+    blocks, firsts, ranks = [], [], []
+    for share in shares:
+        ((_, block),) = _fetch(groups, [_Piece(0, width, (share.part,))], 0)
+        blocks.append(block)
+        firsts.append(np.full(len(block), share.first) if share.firsts is None else share.firsts)
+        ranks.append(groups[share.part.group].ranks)
+    first = np.concatenate(firsts)
+    places, number = np.unique(first, return_counts=True)
+    if not np.array_equal(places, np.arange(0, items, width)) or (number != number[0]).any():
+        return None
+    order = np.lexsort((np.concatenate(ranks), first))
+    table = np.concatenate(blocks)[order].reshape(len(places), -1, width)
+    rows: np.ndarray = table.transpose(1, 0, 2).reshape(-1, items)
+    mean = rows.mean(axis=1, dtype=np.float64)
+    measured = ~np.isnan(mean) & (mean != 0)  # 0: a micro-batch without tokens
+    return rows[measured] if (np.abs(mean[measured] - 1) <= _ROUNDING).all() else None
 
 
 def _own_values(

@@ -9,23 +9,34 @@ nothing is left to say. ``x_i`` is the headline statistic (see the catalogue) of
 ``<metric>.min_over_median``
     min_i x_i / median_i x_i; item: the smallest. A median of 0 below a positive maximum gives 0: more than half of the
     items have collapsed. NaN where all are 0, or the median is infinite.
+``<metric>.median``
+    median_i x_i of metrics whose levels the catalogue wants: the level of a layer, which max/median does not show where
+    half of the experts or more grow. No item.
+``<metric>.over_layers``
+    ``<metric>.median`` over the median of the other layers' ones; of runs with two such layers and more. No item.
 ``moe.straggler_factor``
-    max_g of the mean of ``moe.group_load`` over micro-batches and replicas: how much longer the busiest expert-parallel
-    rank works than the mean of its group, day in, day out; item: the group. A load is over the mean of its group
-    already.
+    The mean over micro-batches and groups of ranks of max_g of ``moe.group_load``: what waiting for the busiest
+    expert-parallel rank costs; item: the rank of the group whose load is largest in the mean. It needs the loads of all
+    ranks of a group in a micro-batch side by side: see ``aggregate`` for when these are known. Where they are not
+    (loads that are sent folded, some ranks missing) the figure is left out: the maximum of means would be too small.
+    No expert-parallel ranks, no such figure.
 ``moe.straggler_worst``
-    max_g of the maximum of ``moe.group_load``: in the worst micro-batch; item: the group.
-    Where a layer has no ``moe.group_load`` (all experts on one rank), both are of ``moe.group_share``: of the groups
-    that the balance loss knows.
-``gradient.cosine.<role>``
-    max_i |d_i| / (g_i w_i) with the means of ``gradient.dot_weight.<role>``, ``gradient.norm.<role>`` and
-    ``weight.norm.<role>``; item: the matrix that lies closest to its gradient. Matrices without finite, positive
-    norms are left out.
+    max_g of the maximum of ``moe.group_load``: in the worst micro-batch; item: likewise.
+``moe.group_imbalance``
+    The mean over ranks and micro-batches of max_g of ``moe.group_share``: how unevenly groups of experts are chosen, in
+    what the balance loss sees; item: the group whose share is largest in the mean. Left out where shares are sent
+    folded.
+``gradient.cosine_max.<role>``, ``gradient.cosine_min.<role>``
+    max_i and min_i of c_i = d_i / (g_i w_i) with the means of ``gradient.dot_weight.<role>``, ``gradient.norm.<role>``
+    and ``weight.norm.<role>``; item: that matrix. A step goes against the gradient: weights grow along themselves where
+    c is negative, and shrink where it is positive. Matrices without finite, positive norms in the same iteration are
+    left out.
 ``muon.largest``
     max over all roles and items of the maximum of ``muon.largest.<role>``; item: that one in its role.
 ``rank.slowdown``
-    max_r t_r / median of the t of the ranks with the same ``rank.stage``, with t the mean of ``rank.compute_seconds``;
-    layer -1; item: the rank. Where no rank says its stage all do the same work; where some do, the others are left out.
+    max_r t_r / median of the t of the *other* ranks with the same ``rank.stage``, with t the mean of
+    ``rank.compute_seconds``; layer -1; item: the rank. Where no rank says its stage all do the same work; where some
+    do, the others are left out. A rank that is alone in its stage has nothing to be compared with.
 """
 
 from __future__ import annotations
@@ -35,6 +46,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from steptron_metrics import catalogue
+from steptron_metrics.reducer.peers import over_others
 from steptron_metrics.results import STATISTICS, Aggregate, Derived
 
 _Figure = tuple[float, int]
@@ -66,6 +78,7 @@ def _table(name: str, of_layer: Mapping[int, _Figure]) -> Derived:
 
 
 def _figures(by_key: _ByKey) -> Iterator[tuple[str, int, _Figure]]:
+    levels: dict[str, dict[int, float]] = {}
     for (name, layer), aggregate in by_key.items():
         metric = catalogue.find(name)
         if metric is None:
@@ -73,18 +86,32 @@ def _figures(by_key: _ByKey) -> Iterator[tuple[str, int, _Figure]]:
         if metric.relative:
             for suffix, figure in _spread(_row(aggregate, metric.headline)).items():
                 yield f"{name}.{suffix}", layer, figure
-        if metric.name == "moe.group_load" or (
-            metric.name == "moe.group_share" and ("moe.group_load", layer) not in by_key
-        ):
-            yield from _named("moe.straggler_factor", layer, _largest(_row(aggregate, "mean")))
+        if metric.name == "moe.group_load":
+            yield from _named("moe.straggler_factor", layer, _of_group(by_key, name, layer))
             yield from _named("moe.straggler_worst", layer, _largest(_row(aggregate, "max")))
+        elif metric.name == "moe.group_share":
+            yield from _named("moe.group_imbalance", layer, _of_group(by_key, name, layer))
         elif metric.name == "gradient.dot_weight":
             role = name.removeprefix("gradient.dot_weight.")
-            yield from _named(f"gradient.cosine.{role}", layer, _cosine(by_key, layer, role))
+            cosines = _cosines(by_key, layer, role)
+            yield from _named(f"gradient.cosine_max.{role}", layer, _pick(cosines, np.nanargmax))
+            yield from _named(f"gradient.cosine_min.{role}", layer, _pick(cosines, np.nanargmin))
         elif metric.name == "muon.largest":
             yield from _named("muon.largest", layer, _largest(_row(aggregate, "max")))
         elif metric.name == "rank.compute_seconds":
             yield from _named("rank.slowdown", layer, _slowdown(by_key, layer))
+        if metric.levels:
+            measured = _row(aggregate, metric.headline)
+            measured = measured[~np.isnan(measured)]
+            if len(measured):
+                levels.setdefault(name, {})[layer] = float(_median(measured))
+    for name, of_layer in levels.items():
+        layers = list(of_layer)
+        beside = over_others(np.array([of_layer[layer] for layer in layers]), np.zeros(len(layers)))
+        for layer, ratio in zip(layers, beside.tolist(), strict=True):
+            yield f"{name}.median", layer, (of_layer[layer], -1)
+            if not np.isnan(ratio):
+                yield f"{name}.over_layers", layer, (ratio, -1)
 
 
 def _named(name: str, layer: int, figure: _Figure | None) -> Iterator[tuple[str, int, _Figure]]:
@@ -143,26 +170,27 @@ def _means(by_key: _ByKey, name: str, layer: int, items: int) -> np.ndarray:
     return values
 
 
-def _cosine(by_key: _ByKey, layer: int, role: str) -> _Figure | None:
+def _of_group(by_key: _ByKey, name: str, layer: int) -> _Figure | None:
+    """The mean of the largest in each micro-batch, and the group that is largest in the mean."""
+    largest = by_key.get((f"{name}_max", layer))
+    busiest = _largest(_row(by_key[name, layer], "mean"))
+    if largest is None or busiest is None:
+        return None
+    mean = _largest(_row(largest, "mean"))
+    return None if mean is None else (mean[0], busiest[1])
+
+
+def _cosines(by_key: _ByKey, layer: int, role: str) -> np.ndarray:
+    """float64 [items], NaN where one of the three was not measured."""
     items = by_key[f"gradient.dot_weight.{role}", layer].values.shape[1]
     dot, gradient, weight = (
         _means(by_key, f"{name}.{role}", layer, items)
         for name in ("gradient.dot_weight", "gradient.norm", "weight.norm")
     )
     proper = np.isfinite(gradient) & (gradient > 0) & np.isfinite(weight) & (weight > 0) & np.isfinite(dot)
-    return _largest(np.where(proper, np.abs(dot) / (gradient * weight), np.nan))
+    return np.where(proper, dot / (gradient * weight), np.nan)
 
 
 def _slowdown(by_key: _ByKey, layer: int) -> _Figure | None:
     seconds = _row(by_key["rank.compute_seconds", layer], "mean")
-    stages = _means(by_key, "rank.stage", layer, len(seconds))
-    if np.isnan(stages).all():
-        stages = np.zeros(len(seconds))
-    slowdown = np.full(len(seconds), np.nan)
-    for stage in np.unique(stages[~np.isnan(stages)]):
-        among = (stages == stage) & ~np.isnan(seconds)
-        if among.any():
-            middle = _median(seconds[among])
-            if middle > 0:
-                slowdown[among] = seconds[among] / middle
-    return _largest(slowdown)
+    return _largest(over_others(seconds, _means(by_key, "rank.stage", layer, len(seconds))))

@@ -11,6 +11,10 @@ input or output but through what it is given, and has no clock.
 - A session's number of ranks is what its first frame says; frames that say otherwise, or of ranks beyond, are refused,
   which is complained of once a session. What the others have sent becomes due as usual.
 
+Jobs of a run are given out the oldest first. Runs share the server by how much work their jobs are, about: one with
+little does not wait for the turns of one with much, of which only so much is out at a time that others do not queue up
+behind it.
+
 Of an iteration that is done a number remains, the ranks that it was made from (``Spans``). One that waits for ranks
 takes up 24 bytes a frame and a bit a rank; those with a partial result are kept so that late ranks can still complete
 it. When all together take up more than ``max_bytes``, the oldest partial results are closed, then the longest waiting
@@ -36,9 +40,17 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 1000
 """Events of an iteration that are kept."""
+MAX_MISSING = 10
+"""Ranks that are named of an iteration that waits."""
 _PACK = struct.Struct("<IIIIQ").pack
 _OVERHEAD = 700
 """Bytes that a waiting iteration takes up beside frames and ranks, measured."""
+
+_SERIES_COST = 64
+"""Bytes of values that take as long as a byte of the largest description: a series of one value takes 85 us until it is
+stored, as do 2 kB of a large series."""
+_MAX_COST = 64 << 20
+"""Of a run's jobs that are out, unless they are few: some seconds' work."""
 
 _Key = tuple[str, int, int]
 K = TypeVar("K", bound=Hashable)
@@ -84,6 +96,7 @@ class Pending(NamedTuple):
         run, iteration: which.
         ranks, world_size: how many have sent, and are to send.
         since: when its first frame was heard of.
+        missing: the first ranks that have not sent.
     """
 
     run: str
@@ -91,6 +104,7 @@ class Pending(NamedTuple):
     ranks: int
     world_size: int
     since: float
+    missing: tuple[int, ...] = ()
 
 
 class _Waiting:
@@ -102,12 +116,14 @@ class _Waiting:
         size: bytes that it takes up, about.
         since: when its first frame was heard of.
         in_flight: a job is out whose result is not stored yet.
+        cost: of that job.
         deadline: when it is due even so; None where no frame has come since the last job, or the time is over.
         expired: the time is over.
     """
 
     __slots__ = (
         "consumed_tokens",
+        "cost",
         "deadline",
         "dropped",
         "ended_ns",
@@ -127,6 +143,7 @@ class _Waiting:
         self.seen = bytearray((world_size + 7) // 8)
         self.size = 0
         self.in_flight = False
+        self.cost = 0
         self.deadline: float | None = None
         self.expired = False
         self.ended_ns = 0
@@ -161,12 +178,21 @@ class _Session:
 
 
 class _Run:
+    """Attributes:
+    ready: heap of sessions and iterations; some may no longer be due.
+    queued: among those that have turns.
+    spent: cost of its jobs so far, and of what others got while it had none.
+    out, cost_out: number and cost of its jobs that are out.
+    """
+
     def __init__(self) -> None:
         self.sessions: dict[int, _Session] = {}
         self.segments: _Table[str, str] = _Table()
         self.descriptions: _Table[int, bytes] = _Table()
-        self.ready: list[tuple[int, int]] = []  # heap of sessions and iterations; some may no longer be due
-        self.queued = False  # among those that have turns
+        self.ready: list[tuple[int, int]] = []
+        self.queued = False
+        self.spent = 0
+        self.out = self.cost_out = 0
 
 
 class Tracker:
@@ -179,6 +205,7 @@ class Tracker:
         from;
             called when the run is first heard of.
         max_bytes: for what waits.
+        max_large: jobs of a run that are out at a time, where they are so large that their cost counts.
 
     Attributes:
         ignored: frames that changed nothing, by reason: "duplicate", "void", "refused" and "gone".
@@ -191,13 +218,16 @@ class Tracker:
         describe: Callable[[Notice], bytes],
         stored: Callable[[str], Mapping[tuple[int, int], int]],
         max_bytes: int = 512 << 20,
+        max_large: int = 4,
     ) -> None:
+        self._max_large = max_large
         self._after = partial_after_seconds
         self._describe = describe
         self._stored = stored
         self._max_bytes = max_bytes
         self._runs: dict[str, _Run] = {}
-        self._turns: deque[str] = deque()
+        self._turns: dict[str, None] = {}  # runs with something ready, those first whose turn is longest ago
+        self._served = 0  # what the run that had the last turn had spent
         self._deadlines: deque[tuple[float, _Key]] = deque()
         self._closable: OrderedDict[_Key, None] = OrderedDict()  # those with a result and nothing new
         self._in_flight: set[_Key] = set()
@@ -229,31 +259,40 @@ class Tracker:
         self._shrink()
 
     def due(self, now: float, limit: int) -> list[Job]:
-        """Takes out at most ``limit`` jobs that are due: the oldest of a run first, the runs in turn."""
+        """Takes out at most ``limit`` jobs that are due: of the runs in turn, the oldest of each first."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self._expire(*self._deadlines.popleft())
         jobs: list[Job] = []
-        while self._turns and len(jobs) < limit:
-            name = self._turns.popleft()
-            run = self._runs.get(name)
-            job = self._next(name, run) if run is not None else None
-            if job is not None:
-                jobs.append(job)
-                self._turns.append(name)
-            elif run is not None:
+        while len(jobs) < limit:
+            waiting = [name for name in self._turns if self._may_have_turn(name)]
+            if not waiting:
+                break
+            name = min(waiting, key=lambda one: self._runs[one].spent)
+            run = self._runs[name]
+            del self._turns[name]
+            job = self._next(name, run)
+            if job is None:
                 run.queued = False
+                continue
+            self._turns[name] = None
+            jobs.append(job)
         return jobs
+
+    def _may_have_turn(self, name: str) -> bool:
+        run = self._runs[name]
+        return run.out < self._max_large or run.cost_out < _MAX_COST
 
     def pending(self, most: int) -> tuple[int, list[Pending]]:
         """How many iterations are pending, and the oldest ``most`` of them."""
         found = [
-            Pending(name, iteration, waiting.count, session.world_size or 0, waiting.since)
+            (Pending(name, iteration, waiting.count, session.world_size or 0, waiting.since), waiting)
             for name, run in self._runs.items()
             for session in run.sessions.values()
             for iteration, waiting in session.waiting.items()
             if waiting.count > (session.done.get(iteration) or 0)
         ]
-        return len(found), heapq.nsmallest(most, found, key=lambda one: one.since)
+        oldest = heapq.nsmallest(most, found, key=lambda one: one[0].since)
+        return len(found), [one._replace(missing=_first_missing(waiting, one.world_size)) for one, waiting in oldest]
 
     def complaints(self) -> list[str]:
         """What people should hear of, since the last call."""
@@ -277,8 +316,7 @@ class Tracker:
             return
         session = self._runs[run].sessions[session_ns]
         session.done.put(iteration, max(num_ranks, session.done.get(iteration) or 0))
-        waiting.in_flight = False
-        self._in_flight.discard(key)
+        self._land(key, waiting)
         if num_ranks == session.world_size:
             self._forget(key)
         else:
@@ -310,6 +348,7 @@ class Tracker:
                 for iteration in list(session.waiting):
                     self._forget((run, session_ns, iteration))
             del self._runs[run]
+            self._turns.pop(run, None)
 
     def _at(self, key: _Key) -> _Waiting | None:
         name, session_ns, iteration = key
@@ -419,7 +458,8 @@ class Tracker:
             heapq.heappush(run.ready, (session_ns, iteration))
             if not run.queued:
                 run.queued = True
-                self._turns.append(name)
+                run.spent = max(run.spent, self._served)
+                self._turns[name] = None
         elif not waiting.in_flight and waiting.deadline is None:
             waiting.expired = False
             self._closable[key] = None
@@ -442,7 +482,13 @@ class Tracker:
                 waiting.deadline = None
                 waiting.expired = False
                 self._in_flight.add((name, session_ns, iteration))
-                return self._job(name, run, session_ns, iteration)
+                job = self._job(name, run, session_ns, iteration)
+                waiting.cost = _cost(job)
+                self._served = run.spent
+                run.spent += waiting.cost
+                run.out += 1
+                run.cost_out += waiting.cost
+                return job
         return None
 
     @staticmethod
@@ -494,6 +540,15 @@ class Tracker:
             done.put(iteration, 0)
         self._forget(key)
 
+    def _land(self, key: _Key, waiting: _Waiting) -> None:
+        """Its job is no longer out."""
+        if waiting.in_flight:
+            waiting.in_flight = False
+            self._in_flight.discard(key)
+            run = self._runs[key[0]]
+            run.out -= 1
+            run.cost_out -= waiting.cost
+
     def _forget(self, key: _Key) -> None:
         name, session_ns, iteration = key
         run = self._runs[name]
@@ -503,4 +558,14 @@ class Tracker:
         gone = run.descriptions.release(frames["description"])
         self.num_bytes -= waiting.size + sum(map(len, gone))
         self._closable.pop(key, None)
-        self._in_flight.discard(key)
+        self._land(key, waiting)
+
+
+def _first_missing(waiting: _Waiting, world_size: int) -> tuple[int, ...]:
+    seen = np.unpackbits(np.frombuffer(bytes(waiting.seen), np.uint8), count=world_size, bitorder="little")
+    return tuple(np.flatnonzero(seen == 0)[:MAX_MISSING].tolist())
+
+
+def _cost(job: Job) -> int:
+    """How much work a job is, in bytes of values, about."""
+    return int(job.frames["length"].sum()) + _SERIES_COST * max(map(len, job.descriptions), default=0)

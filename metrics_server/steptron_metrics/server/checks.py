@@ -50,7 +50,18 @@ def check(settings: Settings, *, allow_unauthenticated: bool = False) -> None:
 
 def _numbers(settings: Settings) -> None:
     least = {
-        **dict.fromkeys(("receivers", "reducers", "max_frames", "max_world_size", "max_runs", "max_connections"), 1),
+        **dict.fromkeys(
+            (
+                "receivers",
+                "reducers",
+                "max_frames",
+                "max_world_size",
+                "max_runs",
+                "max_runs_per_token",
+                "max_connections",
+            ),
+            1,
+        ),
         **dict.fromkeys(("port", "http_port", "raw_iterations", "min_free_bytes"), 0),
         **dict.fromkeys(("partial_after_seconds", "stale_after_seconds"), 0.1),
         "max_frame_bytes": 1 << 10,

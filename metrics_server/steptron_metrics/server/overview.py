@@ -66,8 +66,14 @@ class Overview:
             webhook_waiting=0 if self._webhook is None else self._webhook.waiting,
             webhook_failed=0 if self._webhook is None else self._webhook.failed,
             set_aside=self._writer.set_aside,
-            trouble=self._pipeline.trouble or self._writer.trouble or None,
+            trouble=self._pipeline.trouble or self._writer.trouble or self._want_of_room() or None,
         )
+
+    def _want_of_room(self) -> str:
+        free, wanted = self._sizes.get("free"), self._settings.min_free_bytes
+        if free is None or free >= wanted:
+            return ""
+        return f"the disk has {free / 1e9:.2f} GB left, of which {wanted / 1e9:.2f} stay free (--min-free-gb)"
 
     def close(self) -> None:
         self._closing.set()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from steptron_metrics.errors import MetricsError
 from steptron_metrics.http.state import Waiting
@@ -16,7 +14,8 @@ from steptron_metrics.journal.tail import Notice, Tail
 from steptron_metrics.reducer.tracker import Tracker
 from steptron_metrics.reducer.workers import Reducers, Vanished
 from steptron_metrics.server.order import Order
-from steptron_metrics.server.writer import Writer, size_of
+from steptron_metrics.server.space import Space
+from steptron_metrics.server.writer import Deletion, Writer, size_of
 from steptron_metrics.settings import Settings
 from steptron_metrics.storage.base import Store
 
@@ -27,7 +26,7 @@ _PRUNE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _MAX_SHOWN = 100
 _RETRY_SECONDS = 2.0
-_DELETE_SECONDS = 120.0
+_DELETE_SECONDS = 20.0
 _MAX_UNWRITTEN = 64
 _MAX_UNWRITTEN_BYTES = 256 << 20
 
@@ -39,6 +38,7 @@ class Pipeline:
         settings: of the server.
         store: is asked for what it has of a run.
         reducers, writer: do the work.
+        space: on the folder's disk.
 
     Attributes:
         trouble: why it does not go on; empty when it does.
@@ -47,17 +47,23 @@ class Pipeline:
         pending: the oldest of those.
     """
 
-    def __init__(self, settings: Settings, store: Store, reducers: Reducers, writer: Writer) -> None:
+    def __init__(self, settings: Settings, store: Store, reducers: Reducers, writer: Writer, space: Space) -> None:
         self._settings, self._store, self._reducers, self._writer = settings, store, reducers, writer
+        self._space = space
         self._tail = Tail(settings.journal)
         self._known: dict[str, Mapping[tuple[int, int], int]] = {}
-        self._tracker = Tracker(settings.partial_after_seconds, self._tail.description, lambda run: self._known[run])
+        self._tracker = Tracker(
+            settings.partial_after_seconds,
+            self._tail.description,
+            lambda run: self._known[run],
+            max_large=settings.reducers + 3,
+        )
         self._order = Order()
         self._notices: list[Notice] = []
         self._retry_at = 0.0
         self._pruned_at = time.monotonic()
         self._in_flight = 0
-        self._deletions: queue.SimpleQueue[_Deletion] = queue.SimpleQueue()
+        self._deletions: queue.SimpleQueue[Deletion] = queue.SimpleQueue()
         self._looked_at = -float("inf")
         self.trouble = ""
         self.num_pending = 0
@@ -71,13 +77,17 @@ class Pipeline:
         """Deletes everything of a run; for other threads than that of the turns.
 
         Raises:
-            MetricsError: it is not done within two minutes; it goes on.
+            MetricsError: it is refused, or not done within 20 seconds; it is then tried again until it is.
         """
-        deletion = _Deletion(run, threading.Event())
+        deletion = Deletion(run)
         self._deletions.put(deletion)
         if not deletion.done.wait(_DELETE_SECONDS):
-            why = self._writer.trouble or "the writer is busy"
-            raise MetricsError(f"run {run} is not deleted after {_DELETE_SECONDS:g} s: {why}")
+            why = deletion.error or self._writer.trouble or "the writer is busy"
+            raise MetricsError(
+                f"run {run} is not deleted after {_DELETE_SECONDS:g} s, which is tried again until it is: {why}"
+            )
+        if deletion.error:
+            raise MetricsError(f"run {run} is not deleted: {deletion.error}")
 
     def turn(self) -> None:
         """One round; waits a moment when there is nothing to do."""
@@ -107,7 +117,9 @@ class Pipeline:
         now, now_ns = time.monotonic(), time.time_ns()
         self.num_pending, oldest = self._tracker.pending(_MAX_SHOWN)
         self.pending = tuple(
-            Waiting(one.run, one.iteration, one.ranks, one.world_size, now_ns - int((now - one.since) * 1e9))
+            Waiting(
+                *(one.run, one.iteration, one.ranks, one.world_size, now_ns - int((now - one.since) * 1e9), one.missing)
+            )
             for one in oldest
         )
         for complaint in self._tracker.complaints():
@@ -151,7 +163,9 @@ class Pipeline:
     def _prune(self) -> None:
         settings = self._settings
         try:
-            prune(settings.journal, self._tracker.is_done, settings.raw_iterations, settings.journal_bytes)
+            # Where the disk runs short raw values of what is stored go first, so that more can be stored.
+            kept = 0 if self._space.is_short else settings.raw_iterations
+            prune(settings.journal, self._tracker.is_done, kept, settings.journal_bytes)
         except OSError as error:
             log.error("old raw values cannot be deleted: %s", error)
         self._pruned_at = time.monotonic()
@@ -168,10 +182,5 @@ class Pipeline:
             self._tracker.forget(run)
             self._order.forget(run)
             self._known.pop(run, None)
-            self._writer.delete(run, deletion.done)
-            log.info("run %s is deleted", run)
-
-
-class _Deletion(NamedTuple):
-    run: str
-    done: threading.Event
+            self._writer.delete(deletion)
+            log.info("run %s is to be deleted", run)

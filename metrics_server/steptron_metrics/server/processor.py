@@ -16,8 +16,10 @@ from steptron_metrics.alerts.requests import Requests
 from steptron_metrics.alerts.webhook import Webhook
 from steptron_metrics.http.app import build_app
 from steptron_metrics.reducer.workers import Reducers
+from steptron_metrics.server import remembered
 from steptron_metrics.server.overview import Overview
 from steptron_metrics.server.pipeline import Pipeline
+from steptron_metrics.server.space import Space
 from steptron_metrics.server.writer import Writer
 from steptron_metrics.settings import Settings
 from steptron_metrics.storage import open_store
@@ -34,18 +36,21 @@ def run(settings: Settings) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     rules, access = load_rules(settings.rules), load_tokens(settings.tokens)
+    space = Space(settings.folder, settings.min_free_bytes, settings.database is None)
     with contextlib.ExitStack() as stack:
+        space.use_reserve()  # where the disk is full, so that the database can be opened
         store = open_store(settings)
         stack.callback(store.close)
+        remembered.write(settings.folder, settings.database)
         webhook = None if settings.webhook is None else Webhook(settings.webhook)
         delivery = Delivery(settings.folder / "alerts.jsonl", webhook)
         stack.callback(delivery.close)
         alerts = Alerts(store, rules, stale_after_seconds=settings.stale_after_seconds)
-        writer = Writer(store, alerts, delivery, Requests(settings.requests), settings.folder)
+        writer = Writer(store, alerts, delivery, Requests(settings.requests), settings.folder, space)
         stack.callback(writer.close)
         reducers = Reducers(settings.reducers, settings.limits)
         stack.callback(reducers.close)
-        pipeline = Pipeline(settings, store, reducers, writer)
+        pipeline = Pipeline(settings, store, reducers, writer, space)
         overview = Overview(settings, store, pipeline, writer, reducers, webhook)
         stack.callback(overview.close)
         app = build_app(settings, store, access, overview.state, pipeline.delete)

@@ -18,6 +18,7 @@ from steptron_metrics.alerts.engine import Alerts
 from steptron_metrics.alerts.requests import Requests
 from steptron_metrics.results import Iteration
 from steptron_metrics.server.aside import set_aside
+from steptron_metrics.server.space import Space
 from steptron_metrics.storage.base import Invalidated, Store
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ _MAX_BATCH_BYTES = 16 << 20
 _REFUSALS = 4
 """After so many in a row, over two seconds, it is believed."""
 _TICK_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 30.0
+_DELETE_PAUSE_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 10.0
 
 
 class Written(NamedTuple):
@@ -44,22 +46,34 @@ class _Refused(Exception):
     """The store does not take this, whenever it is tried."""
 
 
-class _Deletion(NamedTuple):
-    run: str
-    done: threading.Event
+class Deletion:
+    """A run that is to be deleted.
+
+    Attributes:
+        run: its name.
+        done: set when it is deleted, or given up.
+        error: why it is not, as of the last attempt; empty when it is.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.done = threading.Event()
+        self.error = ""
 
 
 class Writer:
     """Takes iterations, in the order of each run, and makes alerts and rows of them.
 
     Alerts are stored before their iteration: killed in between, the server judges the iteration once more and comes to
-    the same alerts. While the store does not answer everything is kept and tried again, after pauses of up to 30 s.
-    What it refuses though it answers is set aside after a few attempts, so that other runs go on.
+    the same alerts. While the store does not answer, or its disk has no room, everything is kept and tried again, after
+    pauses of up to 10 s. What it refuses though it answers is set aside after a few attempts, so that other runs go on.
+    Deletions come first: they may be what makes room.
 
     Args:
         store: written to by this thread only.
         alerts, delivery, requests: see there; used by this thread only.
         folder: of the server, for what is set aside.
+        space: on the disk of that folder.
 
     Attributes:
         trouble: why the store does not take anything at the moment; empty when it does. Names no run.
@@ -69,16 +83,20 @@ class Writer:
         dropped_frames: that clients had to give up, since it began.
     """
 
-    def __init__(self, store: Store, alerts: Alerts, delivery: Delivery, requests: Requests, folder: Path) -> None:
+    def __init__(
+        self, store: Store, alerts: Alerts, delivery: Delivery, requests: Requests, folder: Path, space: Space
+    ) -> None:
         self._store, self._alerts, self._delivery, self._requests = store, alerts, delivery, requests
-        self._folder = folder
-        self._queue: queue.SimpleQueue[Iteration | _Deletion | None] = queue.SimpleQueue()
-        self._held: deque[Iteration | _Deletion | None] = deque()
+        self._folder, self._space = folder, space
+        self._changed = threading.Condition()  # of what follows
+        self._waiting: deque[Iteration] = deque()
+        self._deletions: deque[Deletion] = deque()
+        self._closing = False
+        self._batch: list[Iteration] = []  # what is being stored
         self._written: queue.SimpleQueue[Written] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
         self._ticked = 0.0
-        self.trouble = ""
+        self._delete_at = 0.0  # not before, after one that failed
+        self._trouble = self._trouble_of_deletion = ""
         self.unwritten = self.unwritten_bytes = 0
         self.stored = self.set_aside = self.dropped_frames = 0
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
@@ -86,11 +104,10 @@ class Writer:
 
     def put(self, iterations: Sequence[Iteration]) -> None:
         """Takes iterations; at once. Whoever calls sees to it that they do not become too many."""
-        with self._lock:
-            self.unwritten += len(iterations)
-            self.unwritten_bytes += sum(map(size_of, iterations))
-        for iteration in iterations:
-            self._queue.put(iteration)
+        with self._changed:
+            self._waiting.extend(iterations)
+            self._count(iterations, 1)
+            self._changed.notify_all()
 
     def written(self) -> list[Written]:
         """What has been stored since the last call."""
@@ -99,16 +116,26 @@ class Writer:
             written.append(self._written.get())
         return written
 
-    def delete(self, run: str, done: threading.Event) -> None:
-        """Deletes a run, after what was put before; sets the event when it is done."""
-        self._queue.put(_Deletion(run, done))
+    def delete(self, deletion: Deletion) -> None:
+        """Deletes a run, before anything else; what was put of it before is dropped."""
+        with self._changed:
+            self._count([one for one in (*self._batch, *self._waiting) if one.run == deletion.run], -1)
+            self._batch = [one for one in self._batch if one.run != deletion.run]
+            self._waiting = deque(one for one in self._waiting if one.run != deletion.run)
+            self._deletions.append(deletion)
+            self._changed.notify_all()
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stores what waits, if the store takes it; whether it has ended within ``timeout`` seconds."""
-        self._closing.set()
-        self._queue.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    @property
+    def trouble(self) -> str:
+        return self._trouble or self._trouble_of_deletion
 
     @property
     def running(self) -> bool:
@@ -116,52 +143,57 @@ class Writer:
 
     # ------------------------------------------------------------------------------------ thread
 
+    def _count(self, iterations: Sequence[Iteration], sign: int) -> None:
+        """Under the lock."""
+        self.unwritten += sign * len(iterations)
+        self.unwritten_bytes += sign * sum(map(size_of, iterations))
+
     def _run(self) -> None:
         self._settle("ending alerts of rules that are gone", self._alerts.begin)
         while True:
-            item = self._next()
-            if item is None:
-                break
-            if isinstance(item, _Deletion):
-                self._persist("deleting a run", partial(self._delete, item.run))
-                item.done.set()
-                continue
-            batch, size = [item], size_of(item)
-            while len(batch) < _MAX_BATCH and size < _MAX_BATCH_BYTES and not self._queue.empty():
-                following = self._queue.get()
-                # A later session is judged by what is stored of those before.
-                if not isinstance(following, Iteration) or _begins_session(following, batch):
-                    self._held.append(following)
-                    break
-                batch.append(following)
-                size += size_of(following)
-            if not self._write(batch):
-                break
-
-    def _next(self) -> Iteration | _Deletion | None:
-        """The next item, None at the end; looks for silent runs meanwhile."""
-        if self._held:
-            return self._held.popleft()
-        while True:
+            self._delete_runs()
             if time.monotonic() - self._ticked >= _TICK_SECONDS:
                 self._settle("looking for silent runs", self._alerts.tick)
+                self._space.keep_reserve()
                 self._ticked = time.monotonic()
-            try:
-                return self._queue.get(timeout=1.0)
-            except queue.Empty:
-                continue
+            with self._changed:
+                if not self._waiting and (not self._deletions or time.monotonic() < self._delete_at):
+                    if self._closing:
+                        return
+                    self._changed.wait(1.0)
+                if self._deletions and time.monotonic() >= self._delete_at:
+                    continue
+                self._batch = self._next_batch()
+            if self._batch and not self._write():
+                return
 
-    def _write(self, batch: list[Iteration]) -> bool:
-        """Judges and stores; False when it is told to end before the store has taken it."""
+    def _next_batch(self) -> list[Iteration]:
+        """Under the lock."""
+        batch: list[Iteration] = []
+        size = 0
+        # A later session is judged by what is stored of those before.
+        while self._waiting and not _begins_session(self._waiting[0], batch):
+            if batch and (len(batch) >= _MAX_BATCH or size >= _MAX_BATCH_BYTES):
+                break
+            batch.append(self._waiting.popleft())
+            size += size_of(batch[-1])
+        return batch
+
+    def _write(self) -> bool:
+        """Judges and stores the batch; False when it is told to end before the store has taken it."""
         changes: list[Change] = []
-        for iteration in batch:
-            changes += self._judge(iteration)
+        for iteration in list(self._batch):
+            if _has(self._batch, iteration):  # not dropped meanwhile
+                changes += self._judge(iteration)
         delivered = False
 
         def put_alerts() -> None:
             nonlocal delivered
             try:
-                self._store.put_alerts([change.alert for change in changes])
+                kept = {one.run for one in self._batch}
+                if changes:
+                    self._space.check()
+                self._store.put_alerts([change.alert for change in changes if change.alert.run in kept])
             finally:
                 # Also when the store does not answer: alerts are for people who may be able to do something.
                 if not delivered:
@@ -173,28 +205,43 @@ class Writer:
                 return False
         except _Refused as refused:
             log.error("%d alerts are in the log and in alerts.jsonl only: %s", len(changes), refused)
-        if not self._put(batch):
-            return False
+        try:
+            if not self._persist("storing iterations", lambda: self._put(self._batch), may_refuse=True):
+                return False
+            self._finish(self._batch, stored=True)
+        except _Refused:
+            # Each by itself: what the store refuses goes to a file.
+            return all(self._put_alone(one) for one in list(self._batch))
+        return True
+
+    def _put(self, batch: Sequence[Iteration]) -> None:
+        self._space.check()
+        self._store.put(batch)
+
+    def _put_alone(self, one: Iteration) -> bool:
+        try:
+            if not self._persist(
+                "storing an iteration", lambda: self._put([one] if _has(self._batch, one) else []), may_refuse=True
+            ):
+                return False
+            stored = True
+        except _Refused as refused:
+            if not self._persist("setting an iteration aside", partial(self._set_aside, one, str(refused))):
+                return False
+            stored = False
+        if _has(self._batch, one):
+            self._finish([one], stored)
+        return True
+
+    def _finish(self, batch: Sequence[Iteration], stored: bool) -> None:
+        """The store has them, or has no use for them."""
         for one in batch:
             self.dropped_frames += one.dropped
             self._written.put(Written(one.run, one.session_ns, one.iteration, one.num_ranks))
-        return True
-
-    def _put(self, batch: list[Iteration]) -> bool:
-        """Stores; what the store refuses goes to files, each by itself."""
-        try:
-            if not self._persist(f"storing {len(batch)} iterations", partial(self._store.put, batch), may_refuse=True):
-                return False
-            self.stored += len(batch)
-        except _Refused as refused:
-            if len(batch) > 1:
-                return all(self._put([one]) for one in batch)
-            if not self._persist("setting an iteration aside", partial(self._set_aside, batch[0], str(refused))):
-                return False
-        with self._lock:
-            self.unwritten -= len(batch)
-            self.unwritten_bytes -= sum(map(size_of, batch))
-        return True
+        self.stored += len(batch) * stored
+        with self._changed:
+            self._count(batch, -1)
+            self._batch = [one for one in self._batch if not _has(batch, one)]
 
     def _set_aside(self, iteration: Iteration, reason: str) -> None:
         path = set_aside(self._folder, iteration, reason)
@@ -242,13 +289,36 @@ class Writer:
             of_run = [change for change in changes if change.alert.run == run]
             self._persist(what, partial(self._requests.update, run, of_run))
 
-    def _delete(self, run: str) -> None:
-        self._store.delete(run)
-        self._alerts.forget(run)
-        self._requests.forget(run)
+    def _delete_runs(self) -> None:
+        """Deletes the runs that are to be deleted, as far as the store lets it; the others are tried again."""
+        if time.monotonic() < self._delete_at:
+            return
+        while self._deletions:
+            deletion = self._deletions[0]
+            run = deletion.run
+            try:
+                self._space.use_reserve()
+                self._store.delete(run)
+                self._alerts.forget(run)
+                self._requests.forget(run)
+            except Invalidated:
+                raise
+            except Exception as error:
+                log.error("run %s is not deleted: %s", run, error)
+                deletion.error = f"{type(error).__name__}: {error}".strip()
+                if not self._store.refuses(error):
+                    self._trouble_of_deletion = f"deleting a run: {error}".strip()
+                    self._delete_at = time.monotonic() + _DELETE_PAUSE_SECONDS
+                    return
+            else:
+                deletion.error = ""
+            with self._changed:
+                self._deletions.popleft()
+            deletion.done.set()
+        self._trouble_of_deletion = ""
 
     def _persist(self, what: str, work: Callable[[], None], may_refuse: bool = False) -> bool:
-        """Does something until it succeeds; False when the end comes first.
+        """Does something until it succeeds, and deletes runs meanwhile; False when the end comes first.
 
         Raises:
             _Refused: the store refuses it again and again, with ``may_refuse``.
@@ -264,18 +334,27 @@ class Writer:
                 if may_refuse and self._store.refuses(error):
                     refusals += 1
                     if refusals == _REFUSALS:
-                        self.trouble = ""
+                        self._trouble = ""
                         raise _Refused(f"{type(error).__name__}: {error}".strip()) from error
-                self.trouble = f"{what}: {error}".strip()
-                log.error("%s; again in %g s", self.trouble, pause, exc_info=pause == _FIRST_PAUSE_SECONDS)
-                if self._closing.wait(pause):
-                    return False
+                self._trouble = f"{what}: {error}".strip()
+                log.error("%s; again in %g s", self._trouble, pause, exc_info=pause == _FIRST_PAUSE_SECONDS)
+                with self._changed:
+                    known = len(self._deletions)
+                    if self._changed.wait_for(lambda: self._closing or len(self._deletions) > known, pause):  # noqa: B023
+                        if self._closing:
+                            return False
+                        pause = _FIRST_PAUSE_SECONDS
+                self._delete_runs()
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 continue
-            if self.trouble:
+            if self._trouble:
                 log.info("%s: done at last", what)
-                self.trouble = ""
+                self._trouble = ""
             return True
+
+
+def _has(batch: Sequence[Iteration], one: Iteration) -> bool:
+    return any(one is other for other in batch)
 
 
 def _begins_session(iteration: Iteration, batch: Sequence[Iteration]) -> bool:

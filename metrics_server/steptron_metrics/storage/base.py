@@ -48,6 +48,9 @@ class Store(Protocol):
         """Of each stored iteration in [first, last]: iteration, session_ns, world_size, num_ranks, missing (list of
         the first 100 ranks), ended_ns, seconds, consumed_tokens, dropped; ascending."""
 
+    def numbers(self, run: str, first: int, last: int, most: int) -> list[int]:
+        """Stored iterations in [first, last], ascending, the first ``most``."""
+
     def events(self, run: str, first: int, last: int) -> pa.Table:
         """iteration, kind, detail; ascending."""
 

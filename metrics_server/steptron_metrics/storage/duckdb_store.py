@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ FILE = "metrics.duckdb"
 _ROW_GROUP = 2048
 _CHECKPOINT_BYTES = 64 << 20
 _RECENT_BYTES = 128 << 20
+_SLACK_BYTES = 32 << 20
+"""Beside what it writes anew, a checkpoint or a sorting takes up about this at most."""
 _CLOSE_SECONDS = 30.0
 
 
@@ -99,6 +102,7 @@ class DuckDatabase:
             raise MetricsError(_cannot_open(path, str(error))) from error
         self._connection.execute("USE metrics")
         self._connection.execute(f"SET checkpoint_threshold = '{_CHECKPOINT_BYTES >> 20}MiB'")
+        self._checkpoints = True
         self._recent: dict[int, int] = dict.fromkeys(FACTORS, 0)
 
     @contextlib.contextmanager
@@ -109,14 +113,13 @@ class DuckDatabase:
             cursor = self._connection.cursor()
             self._readers += 1
         try:
-            cursor.execute("USE metrics")
-            cursor.begin()
-            try:
-                yield _Transaction(cursor, _nothing)
-            except duckdb.FatalException as error:
-                raise Invalidated(f"{self.name}: {error}") from error
-            finally:
-                cursor.rollback()
+            with self._telling():
+                cursor.execute("USE metrics")
+                cursor.begin()
+                try:
+                    yield _Transaction(cursor, _nothing)
+                finally:
+                    cursor.rollback()
         finally:
             cursor.close()
             with self._changed:
@@ -128,7 +131,8 @@ class DuckDatabase:
             raise MetricsError(f"{self.name} is closed")
         if self._read_only:
             raise MetricsError(f"{self.name} is open for reading only")
-        try:
+        with self._telling():
+            self._let_checkpoint(self._has_room(self._wal_bytes()))
             self._connection.begin()
             try:
                 result = work(_Transaction(self._connection, self._note))
@@ -138,11 +142,39 @@ class DuckDatabase:
                 with contextlib.suppress(duckdb.Error):
                     self._connection.rollback()
                 raise
-        except duckdb.FatalException as error:
-            raise Invalidated(f"{self.name}: {error}") from error
-        except duckdb.IOException as error:
-            raise MetricsError(f"{self.name} cannot be written: {error}") from error
         return result
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """DuckDB's errors of the disk as those of the store."""
+        try:
+            yield
+        except duckdb.Error as error:
+            # Also of a checkpoint that failed, which is no fatal error of DuckDB's.
+            if isinstance(error, duckdb.FatalException) or "has been invalidated" in str(error):
+                raise Invalidated(f"{self.name}: {error}") from error
+            if isinstance(error, duckdb.IOException) or "Failed to commit: Could not write" in str(error):
+                raise MetricsError(f"{self.name} cannot be written: {error}") from error
+            raise
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether its disk takes so much more, about."""
+        status = os.statvfs(self._path.parent)
+        return status.f_bavail * status.f_frsize >= num_bytes + _SLACK_BYTES
+
+    def _wal_bytes(self) -> int:
+        try:
+            return self._path.with_name(self._path.name + ".wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _let_checkpoint(self, allowed: bool) -> None:
+        """A checkpoint writes the log once more before it deletes it. One that the disk has no room for would leave
+        the database unusable, where a deletion, which adds little to the log, is still possible."""
+        if allowed != self._checkpoints:
+            size = f"{_CHECKPOINT_BYTES >> 20}MiB" if allowed else "1TiB"
+            self._connection.execute(f"SET checkpoint_threshold = '{size}'")
+            self._checkpoints = allowed
 
     def parts(self, level: int) -> tuple[str, ...]:
         return f"level_{level}_recent", f"level_{level}_history"
@@ -163,11 +195,11 @@ class DuckDatabase:
 
     def tidy(self, thoroughly: bool) -> None:
         for factor, size in self._recent.items():
-            if size >= _RECENT_BYTES:
+            if size >= _RECENT_BYTES and self._has_room(2 * size + self._wal_bytes()):
                 self._sort(factor)
-        if thoroughly:
+        if thoroughly and self._has_room(self._wal_bytes()):
             # Gives back what deleted rows took up. With readers at work there is another time.
-            with contextlib.suppress(duckdb.TransactionException):
+            with self._telling(), contextlib.suppress(duckdb.TransactionException):
                 self._connection.execute("CHECKPOINT metrics")
 
     def _sort(self, factor: int) -> None:
@@ -180,10 +212,9 @@ class DuckDatabase:
         self._recent[factor] = 0
 
     def size_bytes(self) -> int:
-        size = 0
-        for path in (self._path, self._path.with_name(self._path.name + ".wal")):
-            with contextlib.suppress(FileNotFoundError):
-                size += path.stat().st_size
+        size = self._wal_bytes()
+        with contextlib.suppress(FileNotFoundError):
+            size += self._path.stat().st_size
         return size
 
     def close(self) -> None:
@@ -192,6 +223,9 @@ class DuckDatabase:
                 self._closed = True
                 # Closing ends queries that are at work in the middle: they are let through, for a while.
                 self._changed.wait_for(lambda: not self._readers, timeout=_CLOSE_SECONDS)
+                if not self._read_only and not self._has_room(self._wal_bytes()):
+                    with contextlib.suppress(duckdb.Error):
+                        self._connection.execute("PRAGMA disable_checkpoint_on_shutdown")
                 self._connection.close()
 
 

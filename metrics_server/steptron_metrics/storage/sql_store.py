@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from steptron_metrics.catalogue import Statistic
 from steptron_metrics.errors import MetricsError
-from steptron_metrics.results import STATISTICS, Aggregate, Alert, Derived, Iteration, MetricInfo, Points, Run
+from steptron_metrics.results import FINISHED, STATISTICS, Aggregate, Alert, Derived, Iteration, MetricInfo, Points, Run
 from steptron_metrics.storage.database import Database, Transaction
 from steptron_metrics.storage.export_rows import aggregate_batches
 from steptron_metrics.storage.packing import (
@@ -35,7 +35,7 @@ LAST = 2**63 - 1
 _ROWS_AT_ONCE = 16 << 20
 _RUNS_CACHED = 16
 _OF_RUN = "series IN (SELECT id FROM series WHERE run = $1)"
-_RUN = [field.name for field in fields(Run) if field.name not in ("name", "open_alerts")]
+_RUN = [field.name for field in fields(Run) if field.name not in ("name", "open_alerts", "finished")]
 _ALERT = [field.name for field in fields(Alert)]
 
 SeriesKey = tuple[int, str, int]
@@ -119,10 +119,12 @@ class SqlStore:
         with self._database.read() as transaction:
             rows = transaction.execute(
                 f"SELECT name, {columns}, "
-                "(SELECT count(*) FROM alerts WHERE alerts.run = runs.name AND ended_iteration IS NULL) "
-                "FROM runs ORDER BY last_ended_ns DESC, name"
+                "(SELECT count(*) FROM alerts WHERE alerts.run = runs.name AND ended_iteration IS NULL), "
+                "EXISTS (SELECT 1 FROM events WHERE events.run = runs.id AND iteration = last_iteration AND kind = $1) "
+                "FROM runs ORDER BY last_ended_ns DESC, name",
+                [FINISHED],
             )
-        return [Run(row[0], **dict(zip([*_RUN, "open_alerts"], row[1:], strict=True))) for row in rows]
+        return [Run(row[0], **dict(zip([*_RUN, "open_alerts", "finished"], row[1:], strict=True))) for row in rows]
 
     def metrics(self, run: str) -> list[MetricInfo]:
         with self._database.read() as transaction:
@@ -152,6 +154,15 @@ class SqlStore:
                 "dropped FROM iterations WHERE run = $1 AND iteration BETWEEN $2 AND $3 ORDER BY iteration",
                 [_find(transaction, run)[0], *_range(first, last)],
             )
+
+    def numbers(self, run: str, first: int, last: int, most: int) -> list[int]:
+        with self._database.read() as transaction:
+            rows = transaction.execute(
+                "SELECT iteration FROM iterations WHERE run = $1 AND iteration BETWEEN $2 AND $3 "
+                f"ORDER BY iteration LIMIT {int(most)}",
+                [_find(transaction, run)[0], *_range(first, last)],
+            )
+        return [number for (number,) in rows]
 
     def events(self, run: str, first: int, last: int) -> pa.Table:
         with self._database.read() as transaction:

@@ -12,7 +12,13 @@ import pyarrow as pa
 from steptron_metrics.reducer.derived import derive
 from steptron_metrics.results import STATISTICS, Aggregate, Alert, Iteration, MetricInfo, Points, Run
 
-_DERIVED_FROM = ("moe.group_load", "rank.compute_seconds", "rank.stage")
+_DERIVED_FROM = (
+    "moe.group_load",
+    "moe.group_load_max",
+    "moe.group_share",
+    "moe.group_share_max",
+    "moe.output_norm_max",
+)
 """Rules look at figures derived from these only."""
 LAYERS, EXPERTS = (2, 3, 4), 32
 
@@ -61,7 +67,6 @@ class MemoryStore:
         return pa.table({"kind": pa.array(kinds, pa.string())})
 
     def points(self, run: str, metric: str, layer: int, statistic: str, first: int, last: int, most: int) -> Points:
-        assert most >= last - first + 1
         rows = [
             (one.iteration, aggregate.values[STATISTICS.index(statistic)])
             for one in self._of(run)
@@ -69,10 +74,9 @@ class MemoryStore:
             for aggregate in one.aggregates
             if (aggregate.metric, aggregate.layer) == (metric, layer)
         ]
-        return _points(rows)
+        return _points(rows, most)
 
     def derived(self, run: str, name: str, first: int, last: int, most: int) -> Points:
-        assert most >= last - first + 1
         found = [
             (one.iteration, derived)
             for one in self._of(run)
@@ -80,7 +84,7 @@ class MemoryStore:
             for derived in one.derived
             if derived.name == name
         ]
-        points = _points([(iteration, derived.values) for iteration, derived in found])
+        points = _points([(iteration, derived.values) for iteration, derived in found], most)
         return replace(points, layers=found[0][1].layers if found else np.empty(0, np.int32))
 
     def alerts(self, run: str | None = None, open_only: bool = False) -> list[Alert]:
@@ -96,10 +100,18 @@ class MemoryStore:
         return [one for (name, _), one in sorted(self.kept.items()) if name == run]
 
 
-def _points(rows: Sequence[tuple[int, np.ndarray]]) -> Points:
+def _points(rows: Sequence[tuple[int, np.ndarray]], most: int) -> Points:
+    """Of at most so many points, each the mean of 1, 16 or 256 iterations."""
     iterations = np.array([iteration for iteration, _ in rows], np.int64)
     values = np.array([row for _, row in rows], np.float32).reshape(len(rows), -1)
-    return Points(iterations, iterations, values, values, values)
+    factor = next(factor for factor in (1, 16, 256) if len(set((iterations // factor).tolist())) <= most)
+    starts = np.flatnonzero(np.diff(iterations // factor, prepend=-1))
+    ends = np.append(starts[1:], len(iterations)) - 1
+    means = np.array(
+        [values[start : end + 1].mean(axis=0) for start, end in zip(starts, ends, strict=True)], np.float32
+    )
+    means = means.reshape(len(starts), values.shape[1])
+    return Points(iterations[starts], iterations[ends], means, means, means)
 
 
 def aggregate(metric: str, layer: int, values: Any, count: Any = 8) -> Aggregate:
@@ -159,7 +171,8 @@ class HealthyRun:
             values["moe.intermediate_norm_max", layer] = largest
             values["moe.output_norm_max", layer] = largest * np.exp(random.normal(0, 0.2, EXPERTS))
             values["moe.output_norm_rms", layer] = rms
-            values["moe.group_load", layer] = tokens.reshape(4, -1).sum(1) / (tokens.sum() / 4)
+            load = tokens.reshape(4, -1).sum(1) / (tokens.sum() / 4)
+            values["moe.group_load", layer], values["moe.group_load_max", layer] = load, load.max(keepdims=True)
             values["moe.confidence", layer] = np.array([0.3 - 0.17 * early + random.normal(0, 0.01)])
             values["muon.largest.expert_up", layer] = 2.5 + random.gamma(2, 0.5, EXPERTS)
         values["train.loss", -1] = np.array([4 + 4 * early + random.normal(0, 0.1)])

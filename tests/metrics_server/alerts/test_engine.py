@@ -17,7 +17,7 @@ from tests.metrics_server.alerts.runs import HealthyRun, MemoryStore, aggregate,
 LAYER, EXPERT = 4, 17
 BLOW = range(150, 210)
 LENGTH = 250
-BEGAN, ENDED = 183, 229
+BEGAN, ENDED = 178, 229
 
 
 def blown_up(seed: int = 1) -> list[Iteration]:
@@ -67,10 +67,10 @@ def passes(run_with_blow_up: list[Iteration]) -> list[dict]:
 
 def test_the_run_that_restarts_are_tried_on(passes: list[dict]) -> None:
     (alert,) = passes[-1].values()
-    assert (alert.since_iteration, alert.ended_iteration) == (BEGAN - 2, ENDED)
+    assert (alert.since_iteration, alert.ended_iteration) == (BEGAN - 4, ENDED)
 
 
-@pytest.mark.parametrize("stop", [60, BEGAN - 2, BEGAN - 1, BEGAN, BEGAN + 1, 209, ENDED - 1, ENDED, ENDED + 1])
+@pytest.mark.parametrize("stop", [60, BEGAN - 4, BEGAN - 1, BEGAN, BEGAN + 1, 209, ENDED - 1, ENDED, ENDED + 1])
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_restart_changes_nothing(
     stop: int, lost: bool, run_with_blow_up: list[Iteration], passes: list[dict]
@@ -162,6 +162,8 @@ def test_partial_iterations_neither_add_nor_break(run_with_blow_up: list[Iterati
         if one.iteration % 3 == 0:
             cut = []
             for table in one.aggregates:
+                if table.metric == "train.loss":
+                    continue  # its rank is missing
                 values = table.values.copy()
                 values[0, : max(values.shape[1] // 2, 1)] = 0
                 cut.append(type(table)(table.metric, table.layer, values))

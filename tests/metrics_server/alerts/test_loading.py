@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steptron_metrics.alerts.loading import default_text, load_rules
+from steptron_metrics.alerts.loading import default_text, load_rules, switched_off
 from steptron_metrics.alerts.rule import Baseline, DerivedWatch, ItemsWatch, Rule
 from steptron_metrics.errors import MetricsError
 
@@ -30,7 +30,8 @@ def refused(file: Path, text: str) -> str:
 
 def test_the_defaults_are_what_is_asked_for() -> None:
     assert {rule.name for rule in load_rules()} == {
-        *("blow_up_intermediate", "blow_up_output", "expert_collapse", "routing_collapse", "ep_straggling"),
+        *("blow_up_intermediate", "blow_up_output", "layer_growth", "layer_apart", "expert_collapse"),
+        *("routing_collapse", "ep_straggling", "group_imbalance", "skipped_steps"),
         *("muon_outlier", "falling_confidence", "straggling_rank", "missing_ranks", "dropped_frames", "non_finite"),
         "stale_run",
     }
@@ -41,7 +42,7 @@ def test_rules_are_changed_switched_off_and_added(file: Path) -> None:
     rules = loaded(
         file,
         """
-        blow_up_output: {above: 30, for: 7, baseline: {times: 4}}
+        blow_up_output: {above: 50, for: 7, baseline: {times: 4}}
         routing_collapse: {enabled: false}
         big_weights:
           watch: {derived: weight.norm.expert_up.max_over_median}
@@ -52,11 +53,16 @@ def test_rules_are_changed_switched_off_and_added(file: Path) -> None:
         """,
     )
     changed, before = rules["blow_up_output"], {rule.name: rule for rule in load_rules()}["blow_up_output"]
-    assert (changed.threshold, changed.for_iterations, changed.baseline) == (30, 7, Baseline(4, 256))
+    assert (changed.threshold, changed.for_iterations, changed.baseline) == (50, 7, Baseline(4, 256))
     assert (changed.regardless, changed.saw, changed.watch) == (before.regardless, before.saw, before.watch)
     assert "routing_collapse" not in rules
     assert rules["big_weights"].watch == DerivedWatch("weight.norm.expert_up.max_over_median")
     assert rules["big_weights"].severity == "warning"
+
+
+def test_what_is_switched_off_is_named(file: Path) -> None:
+    loaded(file, "stale_run: {enabled: false}\nblow_up_output: {above: 12}\nrouting_collapse: {enabled: false}")
+    assert switched_off(file) == ("stale_run", "routing_collapse") and switched_off() == ()
 
 
 def test_a_change_of_direction(file: Path) -> None:
@@ -93,7 +99,7 @@ def test_an_empty_file_changes_nothing(file: Path) -> None:
         ("blow_up_output: {baseline: {times: 0.5}}", "baseline.times 0.5: expected at least 1"),
         ("blow_up_output: {baseline: {iterations: 64}}", "baseline.times is missing"),
         ("blow_up_output: {baseline: {times: 2, iterations: 100}}", "expected a multiple of 16"),
-        ("blow_up_output: {baseline: 3}", "baseline: expected {times, iterations}, found a number"),
+        ("blow_up_output: {baseline: 3}", "baseline: expected {times, iterations, best, before}, found a number"),
         ("blow_up_output: {watch: moe.output_norm_max}", "watch: expected {metric, statistic, relative_to}, {derived}"),
         ("blow_up_output: {watch: {metrc: x}}", "metrc: did you mean metric?"),
         ("blow_up_output: {watch: {metric: moe.output_norm_mx}}", "did you mean moe.output_norm_max?"),
@@ -103,6 +109,16 @@ def test_an_empty_file_changes_nothing(file: Path) -> None:
         ("expert_collapse: {while: {metric: weight.norm, above: 1}}", "weight.norm needs the role of a matrix"),
         ("expert_collapse: {while: {metric: moe.tokens}}", "while: expected either above or below"),
         ("missing_ranks: {watch: {iteration: missing_rank}}", "did you mean missing_ranks?"),
+        (
+            "skipped_steps: {watch: {event: 3}}",
+            "watch.event: expected an event's kind, such as skipped, found a number",
+        ),
+        ("skipped_steps: {regardless: 2}", "regardless is for metrics and derived figures"),
+        (
+            "expert_collapse: {watch: {metric: moe.tokens, relative_to: stage}}",
+            "stage is for metrics of ranks, such as rank.compute_seconds",
+        ),
+        ("blow_up_output: {baseline: {times: 2, best: 0.5}}", "baseline.best 0.5: expected at least 1"),
         ("missing_ranks: {baseline: {times: 2}}", "baseline is for metrics and derived figures"),
         ("stale_run: {above: 0}", "silence is watched with above, a number of seconds greater than 0"),
         ("blow_up_output: {saw: '{valu}'}", "saw: {valu} is nothing that a text may name, did you mean value?"),

@@ -65,22 +65,22 @@ def test_blow_up_of_five_per_cent_a_step(metric: str, seed: int) -> None:
         values[f"moe.{metric}_norm_max", LAYER][EXPERT] *= 1.05**since
 
     after, alert = only_alert(grow, START + 90, seed)
-    # A factor of 20 over what was normal is reached after 61 steps.
-    assert 40 < after <= 80
+    # A factor of 10 over what was normal is reached after 47 steps.
+    assert 25 < after <= 70
     assert (alert.rule, alert.layer, alert.item, alert.severity) == (f"blow_up_{metric}", LAYER, EXPERT, "critical")
     assert alert.subject == "layer 4 expert 17" and alert.wants_checkpoint
-    assert alert.since_iteration == START + after - 2
-    assert 20 < alert.value < 60 and "expert 17 of layer 4" in alert.saw and "32 experts" in alert.saw
+    assert alert.since_iteration == START + after - 4
+    assert 10 < alert.value < 40 and "expert 17 of layer 4" in alert.saw and "32 experts" in alert.saw
     assert "Activation clipping" in alert.remedy and f"before iteration {alert.since_iteration}" in alert.remedy
     assert "{" not in alert.saw + alert.cause + alert.remedy
 
 
-def test_sudden_blow_up_within_three_iterations() -> None:
+def test_sudden_blow_up_within_five_iterations() -> None:
     def jump(values: Values, since: int) -> None:
         values["moe.output_norm_max", LAYER][EXPERT] = 10_000
 
     after, alert = only_alert(jump, START + 10)
-    assert after == 2 and alert.value > 1000
+    assert after == 4 and alert.value > 1000
 
 
 def test_blow_up_in_the_first_steps_too() -> None:
@@ -89,7 +89,7 @@ def test_blow_up_in_the_first_steps_too() -> None:
         values = run.step(number)
         values["moe.output_norm_max", 3][5] = 5000
         began = [change.alert for change in alerts.evaluate(packed(number, values)) if change.what == "began"]
-        assert [alert.subject for alert in began] == (["layer 3 expert 5"] if number == 3 else [])
+        assert [alert.subject for alert in began] == (["layer 3 expert 5"] if number == 5 else [])
 
 
 def test_collapse_while_tokens_arrive() -> None:
@@ -120,10 +120,12 @@ def test_small_norms_of_an_expert_without_tokens_are_no_collapse_of_healthy_rout
 def test_straggling_group() -> None:
     def crowd(values: Values, since: int) -> None:
         values["moe.group_load", LAYER] = np.array([0.7, 0.7, 1.9, 0.7])
+        values["moe.group_load_max", LAYER] = np.array([1.9])
 
     after, alert = only_alert(crowd, START + 120)
     assert (alert.rule, alert.layer, after) == ("ep_straggling", LAYER, 100)  # 200 is still warming up
     assert alert.subject == "layer 4" and "1.9 times" in alert.saw and "100 iterations" in alert.saw
+    assert alert.item == 2 and "expert-parallel rank" in alert.saw and "rank 2 of the group" in alert.saw
 
 
 def test_muon_outlier_at_once() -> None:
@@ -153,7 +155,7 @@ def test_slow_rank() -> None:
 
     after, alert = only_alert(slow, START + 40)
     assert (alert.rule, alert.subject, alert.item, alert.layer) == ("straggling_rank", "rank 3", 3, None)
-    assert after == 29 and alert.saw.startswith("Rank 3 is the slowest")
+    assert after == 29 and alert.saw.startswith("Rank 3 is slow")
 
 
 def test_slowness_that_moves_from_rank_to_rank_is_noise() -> None:
@@ -177,7 +179,7 @@ def test_many_at_once_are_one_alert() -> None:
 
 def test_one_after_the_other_up_to_eight_then_the_rest_together() -> None:
     def spread(values: Values, since: int) -> None:
-        values["moe.output_norm_max", 2][: 2 + since // 10] *= 500
+        values["moe.output_norm_max", 2][: 1 + since // 10] *= 500
 
     seen = judge(spread, START + 100)
     subjects = [change.alert.subject for _, change in seen]
@@ -194,23 +196,23 @@ def test_hysteresis() -> None:
         row[EXPERT] = factor * np.median(row)
 
     seen = judge(swing, START + 120)
-    assert [(number - START, change.what) for number, change in seen] == [(2, "began"), (79, "ended")]
+    assert [(number - START, change.what) for number, change in seen] == [(4, "began"), (79, "ended")]
 
 
 def test_a_single_spike_is_none() -> None:
     def spike(values: Values, since: int) -> None:
-        if since % 3 != 2:
+        if since % 5 != 4:
             values["moe.output_norm_max", LAYER][EXPERT] *= 500
 
     assert judge(spike, START + 60) == []
 
 
 def test_a_lasting_level_below_the_regardless_one_is_its_own_baseline() -> None:
-    """An expert that has always been at 40 times the median is no growth."""
+    """An expert that has always been at 25 times the median is no growth."""
     run, alerts, seen = HealthyRun(0), Alerts(MemoryStore(), load_rules()), []
     for number in range(1, 300):
         values = run.step(number)
         row = values["moe.output_norm_max", LAYER]
-        row[EXPERT] = np.median(row) * 40
+        row[EXPERT] = np.median(row) * 25
         seen += alerts.evaluate(packed(number, values))
     assert seen == []

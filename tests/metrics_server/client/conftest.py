@@ -72,7 +72,7 @@ def make_client(tmp_path: Path) -> Iterator[MakeClient]:
 def check(status: ClientStatus) -> ClientStatus:
     """The books balance."""
     assert status.accepted + status.found == (
-        status.queued + status.spooled + status.stored + status.refused + status.dropped
+        status.queued + status.spooled + status.stored + status.superseded + status.refused + status.dropped
     ), status
     return status
 

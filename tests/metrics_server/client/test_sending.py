@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -421,3 +423,14 @@ def test_impossible_frames_are_refused(make_client: MakeClient, free_address: st
     client.close(0)
     with pytest.raises(MetricsError, match="closed"):
         send(client, 0, 1)
+
+
+def test_a_thread_that_has_used_asyncio_can_open_a_client(tmp_path: Path) -> None:
+    """Which leaves the thread without an event loop, for which gRPC looks."""
+    program = (
+        "import asyncio, sys, pathlib\n"
+        "asyncio.run(asyncio.sleep(0))\n"
+        "from steptron_metrics.client import MetricsClient\n"
+        "with MetricsClient('127.0.0.1:1', 'a', 1, 1, spool=pathlib.Path(sys.argv[1])): pass\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)

@@ -77,6 +77,35 @@ def test_without_a_server_everything_waits_on_disk_and_the_next_process_sends_it
     assert status.spool is not None and not list(status.spool.glob("*.frames"))
 
 
+def test_what_a_resumed_run_has_made_again_is_no_trouble(
+    store: Store, make_client: MakeClient, free_address: str
+) -> None:
+    """Left over in the spool it is not sent in vain for ever, nor warned of; of a run's own frames it is."""
+
+    def decide(message: Any) -> Any:
+        answer = messages.Answer(result=messages.STORED)
+        for index, frame in enumerate(message.frames):
+            if frame.iteration > 10:
+                answer.refusals.add(index=index, reason="a later session has begun", superseded=True)
+        return answer if answer.refusals else None
+
+    first = make_client(free_address)
+    for iteration in range(1, 21):
+        send(first, 2, iteration)
+    check(first.close(0.1))
+    warnings: list[str] = []
+    with FakeServer(store, decide=decide) as server:
+        second = make_client(server.address, started_ns=SESSION + 5, warn=warnings.append)
+        send(second, 0, 1)
+        wait_for(lambda: second.status().spooled == 0 and second.status().queued == 0, "all to be answered")
+        assert warnings == [] and second.status().last_error is None
+        send(second, 0, 11)
+        status = check(second.close(10))
+    assert (status.found, status.stored, status.superseded, status.refused) == (20, 11, 11, 0)
+    assert len(warnings) == 1 and "has no use for 1 frame(s): a later session has begun" in warnings[0]
+    assert status.spool is not None and not list(status.spool.glob("*.frames"))
+
+
 def test_closing_does_not_wait_for_a_server_that_is_gone(make_client: MakeClient, free_address: str) -> None:
     client = make_client(free_address)
     send(client, 0, 1)

@@ -40,6 +40,7 @@ class FakeRun:
     slow_rank: int | None = None
     partial: tuple[int, ...] = ()
     last_ended_ns: int = field(default_factory=time.time_ns)
+    finished: bool = False
 
     @property
     def infos(self) -> dict[str, MetricInfo]:
@@ -58,12 +59,12 @@ class FakeRun:
 
     @property
     def figures(self) -> list[str]:
-        names = ["moe.straggler_factor", "moe.straggler_worst", "muon.largest"]
+        names = ["moe.straggler_factor", "moe.straggler_worst", "moe.group_imbalance", "muon.largest"]
         for metric in self.infos:
             known = catalogue.find(metric)
             if known and known.relative and self.infos[metric].items > 1:
                 names += [f"{metric}.max_over_median", f"{metric}.min_over_median"]
-        return names + [f"gradient.cosine.{role}" for role in ROLES]
+        return names + [f"gradient.cosine_{which}.{role}" for which in ("max", "min") for role in ROLES]
 
     def value(self, metric: str, layer: int, at: np.ndarray) -> np.ndarray:
         """float64 [P, items] at iterations [P]."""
@@ -131,6 +132,7 @@ class FakeStore:
                 started_ns=run.last_ended_ns - run.iterations * 10**9,
                 last_ended_ns=run.last_ended_ns,
                 open_alerts=len(self.alerts(run.name, True)),
+                finished=run.finished,
             )
             for run in self.fakes.values()
         ]
@@ -161,6 +163,9 @@ class FakeStore:
                 "dropped": pa.array(np.zeros(len(number)), pa.int64()),
             }
         )
+
+    def numbers(self, run: str, first: int, last: int, most: int) -> list[int]:
+        return self._numbers(self.fakes[run], first, last)[:most].tolist()
 
     def events(self, run: str, first: int, last: int) -> pa.Table:
         number = [n for n in self._numbers(self.fakes[run], first, last).tolist() if n % 50 == 0]
@@ -304,7 +309,10 @@ def some_state() -> ServerState:
         receivers=(ReceiverState(0, 4242, 0, 512, 40_960, 240 << 20, 3, 1), ReceiverState(1, 4243, 1, 500, 40_000)),
         reducers=(ReducerState(0, 4244, 0, 100, 31.5),),
         pending_iterations=2,
-        waiting=(Waiting("blow-up", 201, 6, 8, now - 4 * 10**9), Waiting("other", 7, 1, 2, now - 2 * 10**9)),
+        waiting=(
+            Waiting("blow-up", 201, 6, 8, now - 40 * 10**9, (2, 5)),
+            Waiting("other", 7, 1, 2, now - 2 * 10**9, (1,)),
+        ),
         stored_iterations=400,
         journal_bytes=3 << 30,
         journal_limit_bytes=8 << 30,

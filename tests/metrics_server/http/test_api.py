@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +21,12 @@ from steptron_metrics import catalogue
 from steptron_metrics.errors import MetricsError
 from steptron_metrics.http import encoding
 from steptron_metrics.http.timeline import COLUMNS, timeline
+from steptron_metrics.journal.writer import Writer
+from steptron_metrics.protocol.description import Series, serialize
 from steptron_metrics.results import Points
 from tests.metrics_server.http.binary import decode
 from tests.metrics_server.http.fakes import FakeStore, some_state
+from tests.metrics_server.reading.frames import frame
 
 METRIC = "moe.output_norm_max"
 
@@ -376,3 +383,104 @@ def _is_limited(schema: dict) -> bool:
     if kind == "array":
         return "maxItems" in schema and _is_limited(schema["items"])
     return kind in ("boolean", "null")
+
+
+def test_a_run_that_has_finished_is_not_live(client: TestClient, store: FakeStore) -> None:
+    store.fakes["blow-up"].finished = True
+    run = client.get("/api/v1/runs/blow-up").json()
+    assert run["finished"] and not run["live"]
+    assert client.delete("/api/v1/runs/blow-up").status_code == 204
+
+
+def test_a_table_comes_in_parts(client: TestClient, store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole iterations, as many as there is room for, and where to go on."""
+    path: str = f"/api/v1/runs/blow-up/table?metric={METRIC}&metric=train.loss&first=3&last=12&limit=200"  # 49 a piece
+    parts = []
+    while path:
+        answer = client.get(path)
+        assert answer.status_code == 200
+        parts.append(pa.ipc.open_stream(answer.content).read_all().combine_chunks())
+        path = answer.links.get("next", {}).get("url", "")
+        assert not path or path.startswith("/api/v1/runs/blow-up/table?")
+    assert [sorted(set(part["iteration"].to_pylist())) for part in parts] == [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12]]
+    assert [len(part) for part in parts] == [196, 196, 98]
+    one = client.get(f"/api/v1/runs/blow-up/table?metric={METRIC}&first=3&last=4&limit=1")
+    assert set(pa.ipc.open_stream(one.content).read_all()["iteration"].to_pylist()) == {3} and one.links["next"]
+    assert "next" not in client.get("/api/v1/runs/blow-up/table?metric=train.loss").links
+    assert client.get("/api/v1/runs/blow-up/table?limit=5000001").status_code == 422
+
+
+def test_a_database_that_is_away_is_told_within_seconds(connect: Callable[..., TestClient]) -> None:
+    class Away(FakeStore):
+        silent = threading.Event()
+
+        def runs(self) -> Any:
+            if not self.silent.is_set():
+                raise MetricsError("PostgreSQL database x at y cannot be reached")
+            time.sleep(3)
+            return []
+
+        def alerts(self, run: str | None = None, open_only: bool = False) -> Any:
+            return self.runs()
+
+    store = Away()
+    client = connect(store=store, state=lambda: replace(some_state(), trouble="storing: no route to host"))
+    paths = ("/api/v1/runs", "/api/v1/runs/x", "/api/v1/runs/x/points?metric=a.b&layer=0", "/api/v1/alerts")
+    for path in paths:
+        answer = client.get(path)
+        assert answer.status_code == 503 and "cannot be reached" in answer.json()["reason"], path
+        assert answer.headers["retry-after"] == "5"
+    store.silent.set()
+    queries = client.app.state.context.queries  # type: ignore[attr-defined]
+    queries._failure = None
+    assert queries.look_seconds == 5.0
+    queries.look_seconds = 0.1
+    for path in paths:
+        began = time.monotonic()
+        answer = client.get(path)
+        assert answer.status_code == 503 and time.monotonic() - began < 2
+        assert answer.json()["reason"] == "the database did not answer within 0.1 s (storing: no route to host)"
+
+
+def test_a_deletion_that_fails_says_why(connect: Callable[..., TestClient], store: FakeStore) -> None:
+    def delete(_: str) -> None:
+        raise MetricsError("run other is not deleted after 20 s: no space left")
+
+    answer = connect(delete=delete).delete("/api/v1/runs/other")
+    assert answer.status_code == 503 and "no space left" in answer.json()["reason"]
+
+
+def test_ranks_that_an_iteration_waits_for(reader: TestClient) -> None:
+    waiting = {one["run"]: one["missing"] for one in reader.get("/api/v1/server").json()["waiting"]}
+    assert waiting == {"blow-up": [2, 5], "other": [1]}
+
+
+def test_raw_values(connect: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    series = (Series("train.loss"), Series("moe.tokens", 3, first=2, count=2, micro_batches=3))
+    description = serialize(series)
+    writer = Writer(tmp_path / "journal", 0)
+    sent = {rank: np.arange(7, dtype=np.float32) + 100 * rank for rank in range(3)}
+    writer.append([frame(rank, 5, 2000, description, values, run="other") for rank, values in sent.items()])
+    writer.close()
+    client = connect()
+    path = "/api/v1/runs/other/raw?iteration=5"
+    rows = pa.ipc.open_stream(client.get(f"{path}&metric=moe.tokens&layer=3").content).read_all().to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        (rank, row, item, sent[rank][1 + 2 * row + item - 2])
+        for rank in range(3)
+        for row in range(3)
+        for item in (2, 3)
+    ]
+    content = client.get(f"{path}&metric=train.loss&first_rank=1&last_rank=1&form=parquet").content
+    assert pq.read_table(io.BytesIO(content)).to_pylist() == [{"rank": 1, "row": 0, "item": 0, "value": 100.0}]
+    for wrong in ("iteration=6&metric=train.loss", "iteration=5&metric=train.loss&layer=1", "iteration=5&metric=a.b"):
+        answer = client.get(f"/api/v1/runs/other/raw?{wrong}")
+        assert answer.status_code == 404 and "in the journal" in answer.json()["reason"]
+    assert client.get("/api/v1/runs/nowhere/raw?iteration=5&metric=a.b").status_code == 404
+    monkeypatch.setattr("steptron_metrics.http.routes_export.MAX_RAW_VALUES", 17)
+    answer = client.get(f"{path}&metric=moe.tokens&layer=3")
+    assert answer.status_code == 422 and "that is 18 values, at most 17" in answer.json()["reason"]
+    # Places are given back, whatever came of it.
+    places = client.app.state.context.exports  # type: ignore[attr-defined]
+    with places, places:
+        assert client.get(f"{path}&metric=train.loss").status_code == 503

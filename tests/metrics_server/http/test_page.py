@@ -508,6 +508,21 @@ def test_how_the_server_does(watch: Callable[..., Watched]) -> None:
     assert any("given up" in tile and "5" in tile for tile in tiles) and any("3 GiB" in tile for tile in tiles)
     assert "512" in page.locator(".panel:has-text('Receivers')").inner_text()
     expect(page.locator(".alerts .alert")).to_have_count(1)
+    rows = page.locator(".panel:has-text('Waiting') tbody tr")
+    expect(rows.first).to_contain_text("rank 2, 5")
+
+
+def test_the_ranks_that_a_run_waits_for_are_named_on_its_page(watch: Callable[..., Watched]) -> None:
+    watched = watch()
+    page = watched.go("#/run/blow-up")
+    expect(page.locator(".waiting")).to_contain_text("Iteration 201 waits for rank 2, 5; its first frame came")
+
+    def no_more(route: Route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"waiting": []})
+
+    page.route("**/api/v1/server", no_more)
+    expect(page.locator(".waiting")).to_be_hidden()
 
 
 def test_what_keeps_the_server_from_storing_is_shown(watch: Callable[..., Watched]) -> None:

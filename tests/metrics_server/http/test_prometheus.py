@@ -67,11 +67,37 @@ def test_missing_ranks_of_the_latest_iteration(client: TestClient, store: FakeSt
     assert value(scrape(client), "steptron_run_missing_ranks", run="blow-up") == 1
 
 
-def test_a_stale_run_keeps_its_time_but_no_figures(client: TestClient) -> None:
+def test_a_stale_run_keeps_its_time_and_its_loss_but_no_figures(client: TestClient, store: FakeStore) -> None:
+    """Also for a processor that is new: nothing of it comes from a live run."""
     samples = scrape(client)
     assert value(samples, "steptron_run_last_iteration", run="other") == 30
-    detailed = {dict(labels)["run"] for name, labels in samples if name in ("steptron_figure", "steptron_value")}
-    assert detailed == {"blow-up"}
+    loss = store.points("other", "train.loss", -1, "mean", 30, 30, 1).values[0, 0]
+    assert np.float32(value(samples, "steptron_value", run="other", metric="train.loss", item="0")) == loss
+    assert {dict(labels)["run"] for name, labels in samples if name == "steptron_figure"} == {"blow-up"}
+
+
+def test_values_are_the_latest_that_were_measured_and_are_read_once(connect: Callable[..., TestClient]) -> None:
+    class Sampled(FakeStore):
+        asked = 0
+
+        def points(self, run: str, metric: str, *arguments: Any) -> Any:
+            self.asked += metric == "train.loss"
+            points = super().points(run, metric, *arguments)
+            if metric == "validation.lm_loss":
+                points.values[points.first != 150] = np.nan
+            return points
+
+    store = Sampled(FakeRun("x"))
+    client = connect(store=store)
+    measured = np.float32(store.fakes["x"].value("validation.lm_loss", -1, np.array([150]))[0, 0])
+    for _ in range(2):
+        found = value(scrape(client), "steptron_value", run="x", metric="validation.lm_loss", item="0")
+        assert np.float32(found) == measured
+    assert store.asked == 1
+    store.fakes["x"].iterations += 1
+    client.app.state.context.queries.forget_runs()  # type: ignore[attr-defined]
+    scrape(client)
+    assert store.asked == 2
 
 
 def test_requests_are_counted_by_route(client: TestClient) -> None:

@@ -6,18 +6,20 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from steptron_metrics.client import MetricsClient
 from steptron_metrics.errors import MetricsError
-from steptron_metrics.journal import format as fmt
-from steptron_metrics.journal.writer import Entry, Writer
+from steptron_metrics.journal.writer import Writer
 from steptron_metrics.protocol.description import Folding, Series, serialize
-from steptron_metrics.protocol.messages import checksum
 from steptron_metrics.reading.reader import MetricsReader
 from steptron_metrics.results import STATISTICS
+from steptron_metrics.server import remembered
 from steptron_metrics.server.local import running
 from steptron_metrics.settings import Settings
+from tests.metrics_server import postgres
 from tests.metrics_server.reading.conftest import LAST
+from tests.metrics_server.reading.frames import frame
 from tests.metrics_server.storage.made import iteration
 
 
@@ -55,9 +57,11 @@ def test_data_frames(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert alerts["saw"].tolist() == ["it's 30 times the median"] * 2
         table = reader.table("run", ["train.loss"], 3, 9)
         assert set(table["iteration"]) <= set(range(3, 10)) and set(table["metric"]) == {"train.loss"}
-        assert len(reader.table("run")) == sum(
-            int((part.values[0] > 0).sum()) for one in given for part in one.aggregates
-        )
+        whole = reader.table("run")
+        assert len(whole) == sum(int((part.values[0] > 0).sum()) for one in given for part in one.aggregates)
+        # A server hands out a part at a time.
+        monkeypatch.setattr("steptron_metrics.http.routes_export.MAX_TABLE_ROWS", 40)
+        pd.testing.assert_frame_equal(reader.table("run"), whole, check_categorical=False)
 
 
 def test_what_does_not_exist(where: str) -> None:
@@ -98,14 +102,6 @@ def test_places_that_cannot_be_read(tmp_path: Path) -> None:
         reader.runs()
 
 
-def frame(rank: int, number: int, session: int, description: bytes, values: np.ndarray) -> Entry:
-    content = values.astype("<f4").tobytes()
-    record = fmt.pack_record(
-        *(fmt.FRAME, rank, 4, 0.5, session, number, checksum(description), 7, 9, 0, len(content), checksum(content))
-    )
-    return Entry("run", [record], [content], len(content), {checksum(description): description})
-
-
 def test_raw_values_from_the_journal(tmp_path: Path) -> None:
     series = (
         Series("train.loss"),
@@ -123,7 +119,7 @@ def test_raw_values_from_the_journal(tmp_path: Path) -> None:
         [frame(1, 5, 2000, description, sent[1]), frame(1, 6, 2000, description, np.ones(size))]
     )  # sent again
     writer.close()
-    reader = MetricsReader("127.0.0.1:9", journal=tmp_path / "journal")
+    reader = MetricsReader("127.0.0.1:9", journal=str(tmp_path / "journal"))
     found = reader.raw("run", 5, "moe.tokens", 3)
     expected = pd.DataFrame(
         [
@@ -143,8 +139,43 @@ def test_raw_values_from_the_journal(tmp_path: Path) -> None:
             reader.raw(*arguments)
     with pytest.raises(MetricsError, match="expected a name"):
         reader.raw("../run", 5, "train.loss")
-    with pytest.raises(MetricsError, match="journal=FOLDER/journal"):
-        MetricsReader("127.0.0.1:9").raw("run", 5, "train.loss")
+
+
+def test_a_database_alone_has_no_raw_values_and_its_folder_remembers_it(tmp_path: Path) -> None:
+    url = postgres.new_database()
+    with running(Settings(tmp_path, database=url, port=0, http_port=0, min_free_bytes=0)) as server:
+        client = MetricsClient(server.address, "run", time.time_ns(), 1, spool=tmp_path / "spool")
+        layout = client.describe([Series("moe.tokens", 3, 0, 2)])
+        client.send(0, 1, layout, np.array([5, 7], np.float32), ended_ns=1, seconds=0.1, consumed_tokens=9)
+        assert client.close(30.0).stored == 1
+        deadline = time.monotonic() + 30
+        with MetricsReader(server.http_address) as reader:
+            while not len(reader.runs()):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            # Over the network, too.
+            assert reader._journal is None
+            assert reader.raw("run", 1, "moe.tokens", 3)["value"].tolist() == [5.0, 7.0]
+            with pytest.raises(KeyError, match="iteration 2"):
+                reader.raw("run", 2, "moe.tokens", 3)
+    # Of the stopped server the folder tells where the results are, and not the password.
+    assert (conninfo_to_dict(url).get("password") or "none") not in (tmp_path / "database.json").read_text()
+    with MetricsReader(tmp_path) as reader:
+        assert reader.runs()["name"].tolist() == ["run"]
+        assert reader.raw("run", 1, "moe.tokens", 3)["value"].tolist() == [5.0, 7.0]
+    with MetricsReader(url) as reader, pytest.raises(MetricsError, match="journal=FOLDER/journal"):
+        reader.raw("run", 1, "moe.tokens", 3)
+
+
+def test_a_password_is_not_remembered(tmp_path: Path) -> None:
+    remembered.write(tmp_path, "postgresql://me:secret@127.0.0.1:9/metrics?sslpassword=hidden")
+    text = (tmp_path / "database.json").read_text()
+    assert "me" in text and "secret" not in text and "hidden" not in text
+    with pytest.raises(MetricsError, match=r"keeps its results in PostgreSQL.*give the database's URL, or set PGPASS"):
+        MetricsReader(tmp_path)
+    remembered.write(tmp_path, None)
+    with pytest.raises(MetricsError, match="no such database"):
+        MetricsReader(tmp_path)
 
 
 def test_the_folder_of_a_running_server_is_read_through_it(tmp_path: Path) -> None:

@@ -71,3 +71,22 @@ def test_settings_that_cannot_work_are_named(tmp_path: Path) -> None:
     port = free_port()
     with pytest.raises(MetricsError, match=f"cannot listen at 203.0.113.1:{port}"):
         run(settings(tmp_path, host="203.0.113.1"), 0, port)
+
+
+def test_a_token_for_some_names_cannot_take_all_runs_that_the_server_takes(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text(TOKENS + '- {token: other-0123456789, may: [write], runs: ["x", "*"]}\n')
+    tokens.chmod(0o600)
+    with (
+        receiver(settings(tmp_path / "server", tokens=tokens, max_runs=5, max_runs_per_token=3)) as one,
+        channel(one.port) as through,
+    ):
+        for name in ("mine-1", "mine-2", "mine-3", "mine-2"):
+            Conversation(through, "writer-0123456789").greet(name)
+        code, reason = refusal(Conversation(through, "writer-0123456789"), "mine-4")
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "has 3 runs that this token may write, at most 3 are taken" in reason
+        for name in ("mine-4", "yours"):  # one that may write all runs
+            Conversation(through, "other-0123456789").greet(name)
+        code, reason = refusal(Conversation(through, "other-0123456789"), "more")
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "has 5 runs, at most 5" in reason

@@ -104,7 +104,11 @@ HELLOS = [
     (hello(world_size=0), "INVALID_ARGUMENT", "world_size: 0, expected 1 to 65536"),
     (hello(world_size=65_537), "INVALID_ARGUMENT", "world_size: 65537"),
     (hello(session_ns=0), "INVALID_ARGUMENT", "started_ns: 0"),
-    (hello(session_ns=time.time_ns() + 2 * 86_400 * 10**9), "INVALID_ARGUMENT", "a day ahead"),
+    (
+        hello(session_ns=time.time_ns() + 120 * 10**9),
+        "INVALID_ARGUMENT",
+        "60 s ahead of the server's clock, which says 2",
+    ),
     (hello(session_ns=2**64 - 1), "INVALID_ARGUMENT", "started_ns: 18446744073709551615"),
 ]
 
@@ -159,7 +163,7 @@ BAD = [
     (frame(8, 1), "rank 8: the session has ranks 0 to 7"),
     (frame(2**32 - 1, 1), "rank 4294967295"),
     (frame(1, 0), "iteration 0: expected 1 to 2^53"),
-    (frame(1, 2**53 + 1), "iteration 9007199254740993"),
+    (frame(1, 2**53), "iteration 9007199254740992: expected 1 to 2^53 - 1"),
     (frame(seconds=math.nan), "seconds nan"),
     (frame(seconds=math.inf), "seconds inf"),
     (frame(seconds=-1), "seconds -1.0"),
@@ -176,6 +180,14 @@ BAD = [
     (frame(description=serialize([Series("Upper")])), "series 0: metric 'Upper'"),
     (frame(description=serialize([Series("a", layer=4096)])), "series 0: layer 4096"),
     (frame(description=serialize([Series("a"), Series("a")])), "series 1: a of layer -1, item 0 twice"),
+    (
+        frame(description=serialize([Series("a.b", 0, 4, 3), Series("a"), Series("a.b", 0, 0, 5)])),
+        "series 2: a.b of layer 0, item 4 twice (also in series 0)",
+    ),
+    (
+        frame(description=serialize([Series("a", layer, 2**20 - 1) for layer in range(5)])),
+        "5242880 items in all metrics and layers together, each counted up to its largest; at most 4194304",
+    ),
     (frame(description=serialize([Series("a", first=2**32 - 1, count=2**32 - 1)])), "series 0: items"),
     (frame(events=[messages.Event(kind="", detail="x")]), "event kind: 0 characters"),
     (frame(events=[messages.Event(kind="k" * 33)]), "event kind: 33 characters"),

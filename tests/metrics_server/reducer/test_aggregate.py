@@ -334,3 +334,68 @@ def test_far_items_cannot_fill_the_memory() -> None:
     far = tuple(Series(f"a.b{number}", 0, (1 << 20) - 1) for number in range(5))
     with pytest.raises(ValueError, match="5242880 items"):
         aggregate.reduce([(far, np.zeros(5, np.float32))])
+
+
+def by_key(frames: Sequence[Frame], ranks: Sequence[int] | None = None) -> dict[tuple[str, int], np.ndarray]:
+    return {(one.metric, one.layer): one.values for one in aggregate.reduce(frames, ranks)}
+
+
+def loads(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Of which the last axis is one group's, over their mean."""
+    values = rng.gamma(2.0, size=shape)
+    return (values / values.mean(axis=-1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("ep_first", [True, False])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_the_largest_load_in_a_micro_batch_of_every_group_of_ranks(ep_first: bool, shuffled: bool) -> None:
+    """4 expert-parallel ranks in 3 groups, 5 micro-batches, 2 layers; ranks in either order, frames in any."""
+    rng = np.random.default_rng(0)
+    load = loads(rng, 3, 2, 5, 4)  # group of ranks, layer, micro-batch, rank in it
+    share = loads(rng, 12, 5, 6)
+    frames, ranks = [], []
+    for rank in range(12):
+        ep, group = (rank % 4, rank // 4) if ep_first else (rank // 3, rank % 3)
+        series = (
+            *(Series("moe.group_load", layer, ep, 1, 5) for layer in (3, 4)),
+            Series("moe.group_share", 3, 0, 6, 5),
+        )
+        frames.append((series, np.concatenate([load[group, :, :, ep].ravel(), share[rank].ravel()])))
+        ranks.append(rank)
+    if shuffled:
+        order = rng.permutation(12).tolist()
+        frames, ranks = [frames[index] for index in order], [ranks[index] for index in order]
+    got = by_key(frames, ranks)
+    for layer in (3, 4):
+        expected = load[:, layer - 3].max(axis=-1).ravel()
+        row = got["moe.group_load_max", layer][:, 0]
+        assert row[0] == 15 and row[1] == pytest.approx(expected.mean()) and row[5] == expected.max()
+        assert row[4] == pytest.approx(np.median(expected))
+    row = got["moe.group_share_max", 3][:, 0]
+    assert row[0] == 60 and row[1] == pytest.approx(share.max(axis=-1).mean())
+
+
+def test_loads_that_are_not_known_side_by_side_have_no_largest() -> None:
+    rng = np.random.default_rng(1)
+    load = loads(rng, 2, 5, 2)
+
+    def frame(group: int, ep: int, folding: Folding = Folding.NONE) -> Frame:
+        if folding is Folding.MOMENTS:
+            one = load[group, :, ep]
+            moments = np.array([5, one.sum(), np.square(one).sum(), one.min(), one.max()], np.float32)
+            return (Series("moe.group_load", 3, ep, 1, 0, folding),), moments
+        return (Series("moe.group_load", 3, ep, 1, 5),), load[group, :, ep].copy()
+
+    key = ("moe.group_load_max", 3)
+    whole = [frame(0, 0), frame(0, 1), frame(1, 0), frame(1, 1)]
+    assert key in by_key(whole)
+    assert key not in by_key(whole[:3])  # a rank is missing
+    assert key not in by_key([frame(0, 0), frame(1, 1)])  # those that are left are of two groups: not 1 in the mean
+    assert key not in by_key([frame(group, ep, Folding.MOMENTS) for group in (0, 1) for ep in (0, 1)])
+
+
+def test_micro_batches_without_tokens_and_with_ranks_that_do_not_say_are_left_out() -> None:
+    series = (Series("moe.group_share", 3, 0, 2, 3),)
+    values = np.array([[1.5, 0.5], [0, 0], [math.nan, 1]], np.float32)
+    row = by_key([(series, values.ravel())])["moe.group_share_max", 3][:, 0]
+    assert row[0] == 1 and row[1] == 1.5

@@ -9,6 +9,7 @@ import pytest
 
 from steptron_metrics import catalogue
 from steptron_metrics.reducer.derived import derive
+from steptron_metrics.reducer.peers import over_others
 from steptron_metrics.results import STATISTICS, Aggregate, Derived
 
 
@@ -48,7 +49,11 @@ def test_a_blown_up_and_a_collapsed_expert() -> None:
         aggregate("moe.output_norm_max", 44, max=[5, 12000, 6, 7, 8]),
         aggregate("moe.output_norm_max", 3, max=[5, 6, 0.001, 7, 8]),
     )
-    assert set(got) == {"moe.output_norm_max.max_over_median", "moe.output_norm_max.min_over_median"}
+    figures_of = ("max_over_median", "min_over_median", "median", "over_layers")
+    assert set(got) == {f"moe.output_norm_max.{figure}" for figure in figures_of}
+    assert figures(got["moe.output_norm_max.median"]) == {44: (7, -1), 3: (6, -1)}
+    levels = figures(got["moe.output_norm_max.over_layers"])
+    assert levels == {44: (pytest.approx(7 / 6), -1), 3: (pytest.approx(6 / 7), -1)}
     high, low = figures(got["moe.output_norm_max.max_over_median"]), figures(got["moe.output_norm_max.min_over_median"])
     assert high[44] == (pytest.approx(12000 / 7), 1)
     assert high[3] == (pytest.approx(8 / 6), 4)
@@ -103,10 +108,14 @@ def test_spreads_at_the_edge(row: list[float], high: tuple[float, int], low: tup
 def test_straggler_factors() -> None:
     got = derived(
         aggregate("moe.group_load", 2, mean=[0.9, 1.2, 0.9], max=[2.5, 1.5, 1.1]),
-        aggregate("moe.group_load", 5, mean=[1, 1, math.nan], max=[1, 1, math.nan]),
+        aggregate("moe.group_load_max", 2, mean=[1.4], max=[2.5]),
+        aggregate("moe.group_load", 5, mean=[1, 1, math.nan], max=[1, 1, math.nan]),  # not known side by side
+        aggregate("moe.group_share", 2, mean=[1.1, 0.9], max=[1.7, 1.6]),
+        aggregate("moe.group_share_max", 2, mean=[1.3], max=[1.7]),
     )
-    assert figures(got["moe.straggler_factor"]) == {2: (pytest.approx(1.2), 1), 5: (1, 0)}
+    assert figures(got["moe.straggler_factor"]) == {2: (pytest.approx(1.4), 1)}
     assert figures(got["moe.straggler_worst"]) == {2: (2.5, 0), 5: (1, 0)}
+    assert figures(got["moe.group_imbalance"]) == {2: (pytest.approx(1.3), 0)}
 
 
 def test_cosine_between_gradient_and_weight() -> None:
@@ -119,8 +128,19 @@ def test_cosine_between_gradient_and_weight() -> None:
         aggregate("weight.norm.expert_up", 7, mean=[2]),
         aggregate("gradient.dot_weight.expert_up", 8, mean=[3]),  # its norms are missing
     )
-    assert figures(got["gradient.cosine.expert_down"]) == {7: (pytest.approx(0.9), 1)}
-    assert figures(got["gradient.cosine.expert_up"]) == {7: (0.75, 0)}
+    # Signed: the one grows its weight, the other shrinks it.
+    assert figures(got["gradient.cosine_min.expert_down"]) == {7: (pytest.approx(-0.9), 1)}
+    assert figures(got["gradient.cosine_max.expert_down"]) == {7: (pytest.approx(0.125), 2)}
+    assert figures(got["gradient.cosine_max.expert_up"]) == figures(got["gradient.cosine_min.expert_up"])
+    assert figures(got["gradient.cosine_max.expert_up"]) == {7: (0.75, 0)}
+    assert not any(name.startswith("gradient.cosine.") for name in got)
+
+
+def test_relations_between_items_are_of_experts_only() -> None:
+    got = derived(aggregate("weight.norm.norm", 7, mean=[1, 30, 2]), aggregate("weight.norm.query", 7, mean=[1, 2]))
+    assert got == {}
+    items = {role: metric.items for role in ("norm", "expert_up") if (metric := catalogue.find(f"weight.norm.{role}"))}
+    assert items == {"norm": "matrix", "expert_up": "expert"} and catalogue.find("weight.norm") is None
 
 
 def test_cosine_is_left_out_where_it_was_not_sampled() -> None:
@@ -152,8 +172,30 @@ def test_the_slowest_rank_is_held_against_its_stage() -> None:
     )
     assert figures(got["rank.slowdown"]) == {-1: (1.5, 1)}
     assert figures(derived(aggregate("rank.compute_seconds", -1, mean=seconds))["rank.slowdown"]) == {
-        -1: (pytest.approx(2.2 / 1.75), 5)
+        -1: (pytest.approx(2.2 / 1.5), 5)
     }
+
+
+def test_two_ranks_are_held_against_each_other_and_one_against_none() -> None:
+    stages = aggregate("rank.stage", -1, mean=[0, 0, 1])
+    got = derived(aggregate("rank.compute_seconds", -1, mean=[1, 2.8, 50]), stages)
+    assert figures(got["rank.slowdown"]) == {-1: (pytest.approx(2.8), 1)}
+    alone = derived(aggregate("rank.compute_seconds", -1, mean=[1, 5]), aggregate("rank.stage", -1, mean=[0, 1]))
+    assert "rank.slowdown" not in alone
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_over_others_is_what_it_says(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    seconds = random.choice([1.0, 1.5, 2.0, 7.0, math.nan, math.inf], 12)
+    stages = random.choice([0.0, 1.0, 2.0, math.nan], 12)
+    got = over_others(seconds, stages)
+    for rank in range(12):
+        same = [one for one in range(12) if one != rank and stages[one] == stages[rank]]
+        others = seconds[same][~np.isnan(seconds[same])]
+        with np.errstate(invalid="ignore"):
+            expected = seconds[rank] / np.median(others) if len(others) else math.nan
+        assert got[rank] == pytest.approx(expected, nan_ok=True)
 
 
 def test_ranks_that_are_missing_do_not_count() -> None:

@@ -256,13 +256,40 @@ def test_what_is_pending() -> None:
     t.take(notices([3], range(2)), 6.0)
     number, oldest = t.pending(3)
     assert number == 4
-    assert sorted(oldest) == [("r", 1, 4, 4, 5.0), ("r", 2, 3, 4, 5.0), ("s", 7, 1, 4, 5.0)]
+    assert sorted(oldest) == [("r", 1, 4, 4, 5.0, ()), ("r", 2, 3, 4, 5.0, (3,)), ("s", 7, 1, 4, 5.0, (1, 2, 3))]
     assert work(t, 6.0) == [(S1, 1, 4)]
     assert t.pending(9)[0] == 3
     assert len(work(t, 5.0 + AFTER)) == 2  # partial results: nothing more of them is pending, until a rank comes late
-    assert t.pending(9) == (1, [("r", 3, 2, 4, 6.0)])
+    assert t.pending(9) == (1, [("r", 3, 2, 4, 6.0, (2, 3))])
     t.take(notices([2], [3]), 200.0)
-    assert t.pending(9) == (2, [("r", 2, 4, 4, 5.0), ("r", 3, 2, 4, 6.0)])
+    assert t.pending(9) == (2, [("r", 2, 4, 4, 5.0, ()), ("r", 3, 2, 4, 6.0, (2, 3))])
+
+
+def test_a_run_with_large_iterations_does_not_hold_up_others() -> None:
+    """Neither by its turns, nor by what is queued up behind it."""
+    t = tracker(max_large=3)
+    large = {"run": "large", "length": 10 << 20, "world": 1}
+    t.take(notices(range(1, 31), [0], **large), 0)
+    out = t.due(0, 100)
+    assert [job.iteration for job in out] == [1, 2, 3, 4, 5, 6, 7]  # 64 MiB; others may be waiting soon
+    t.take(notices(range(1, 41), run="small"), 1)
+    assert [job.run for job in t.due(1, 10)] == 10 * ["small"]
+    t.done(*out[0].key, 1)
+    # What one large iteration takes is thousands of small ones.
+    assert [job.run for job in t.due(1, 100)] == ["small"] * 30 + ["large"]
+    for job in out[1:]:
+        t.done(*job.key, 1)
+    assert [job.iteration for job in t.due(2, 100)] == [9, 10, 11, 12, 13, 14]
+    t.forget("large")
+    t.take(notices([1], [0], **large), 3)
+    assert [job.key for job in t.due(3, 100)] == [("large", S1, 1)]
+
+
+def test_a_few_jobs_of_a_run_may_be_out_however_large_they_are() -> None:
+    t = tracker(max_large=3)
+    t.take(notices(range(1, 9), [0], length=200 << 20, world=1), 0)
+    assert len(t.due(0, 100)) == 3
+    assert t.due(0, 100) == []
 
 
 def test_runs_take_turns_and_the_oldest_iterations_go_first() -> None:
@@ -423,3 +450,11 @@ def test_a_long_run_is_one_span() -> None:
     for iteration in np.random.default_rng(0).permutation(3000).tolist():
         spans.put(iteration, 4096)
     assert len(spans) == 1
+
+
+def test_the_first_ranks_that_are_waited_for_are_named() -> None:
+    t = tracker()
+    t.take([notice(1, rank, world=100) for rank in range(100) if rank not in (3, 99)], 0.0)
+    t.take([notice(2, rank, world=100) for rank in range(5, 100)], 1.0)
+    t.take([notice(3, 0, world=100)], 2.0)
+    assert [one.missing for one in t.pending(9)[1]] == [(3, 99), (0, 1, 2, 3, 4), tuple(range(1, 11))]

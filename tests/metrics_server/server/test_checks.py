@@ -61,6 +61,7 @@ def test_others_may_connect_only_with_tokens_or_when_that_is_meant(settings: Set
     tokens = tmp_path / "tokens.yaml"
     tokens.write_text("- {token: 0123456789abcdef0, may: [write]}")
     tokens.chmod(0o600)
+    tokens.chmod(0o600)
     check(replace(settings, host="0.0.0.0", tokens=tokens))
 
 

@@ -146,6 +146,9 @@ def test_a_killed_supervisor_takes_its_children_along_and_the_next_one_goes_on(t
                 if tokens == 1:
                     delete(following, "run")
                     assert asked(following, "/api/v1/runs") == [] and not list((settings.journal / "run").glob("*"))
+            # However small an iteration is, its reducer counts it.
+            (reducer,) = asked(following, "/api/v1/server")["reducers"]
+            assert reducer["iterations"] == 2 and reducer["busy_seconds"] > 0
 
 
 def consumed(server: Server) -> list[int]:

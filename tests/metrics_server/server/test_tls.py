@@ -31,6 +31,7 @@ def test_everything_speaks_tls_and_nothing_without(tmp_path: Path, monkeypatch: 
     tokens = tmp_path / "tokens.yaml"
     tokens.write_text(f"- {{token: {WRITE}, may: [write]}}\n- {{token: {READ}, may: [read]}}\n")
     tokens.chmod(0o600)
+    tokens.chmod(0o600)
     settings = Settings(
         tmp_path / "server", port=0, http_port=0, min_free_bytes=0, certificate=certificate, key=key, tokens=tokens
     )

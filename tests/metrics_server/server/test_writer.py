@@ -16,10 +16,12 @@ from steptron_metrics.alerts.delivery import Delivery
 from steptron_metrics.alerts.engine import Alerts
 from steptron_metrics.alerts.loading import load_rules
 from steptron_metrics.alerts.requests import Requests
+from steptron_metrics.errors import MetricsError
 from steptron_metrics.results import Aggregate, Alert, Derived, Event, Iteration
 from steptron_metrics.server.aside import set_aside
 from steptron_metrics.server.order import Order
-from steptron_metrics.server.writer import Writer
+from steptron_metrics.server.space import Space
+from steptron_metrics.server.writer import Deletion, Writer
 from steptron_metrics.storage.base import Invalidated
 from tests.metrics_server.alerts.runs import MemoryStore, iteration
 
@@ -79,16 +81,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def writer(store: FailingStore, folder: Path) -> Iterable[Writer]:
+def free() -> list[int]:
+    """Bytes on the disk; 1,000 are to stay free."""
+    return [5000]
+
+
+@pytest.fixture
+def writer(store: FailingStore, folder: Path, free: list[int]) -> Iterable[Writer]:
     one = Writer(
         store,  # type: ignore[arg-type]
         Alerts(store, load_rules()),  # type: ignore[arg-type]
         Delivery(folder / "alerts.jsonl"),
         Requests(folder / "requests"),
         folder,
+        Space(folder, 1000, free=lambda _: free[0], reserve_bytes=0),
     )
     yield one
     store.down.clear()
+    free[0] = 5000
     assert one.close()
 
 
@@ -132,7 +142,8 @@ def test_a_store_that_is_away_from_the_first_iteration_on(store: FailingStore, w
 def test_an_end_while_the_store_is_away_does_not_wait_for_it(store: FailingStore, folder: Path) -> None:
     store.down.set()
     alerts = Alerts(store, load_rules())  # type: ignore[arg-type]
-    one = Writer(store, alerts, Delivery(folder / "a.jsonl"), Requests(folder / "q"), folder)  # type: ignore[arg-type]
+    space = Space(folder, 0, reserve_bytes=0)
+    one = Writer(store, alerts, Delivery(folder / "a.jsonl"), Requests(folder / "q"), folder, space)  # type: ignore[arg-type]
     one.put([iteration(1)])
     until(lambda: bool(one.trouble))
     started = time.monotonic()
@@ -235,14 +246,84 @@ def test_a_rule_that_fails_does_not_keep_iterations_from_being_stored(
     assert "iteration 1 of run r could not be judged" in caplog.text
 
 
-def test_a_deletion_comes_after_what_was_put_before(store: FailingStore, writer: Writer) -> None:
-    done = threading.Event()
+def test_a_deletion_drops_what_was_put_before(store: FailingStore, writer: Writer) -> None:
+    deletion = Deletion("r")
     writer.put([iteration(1), iteration(1, run="s")])
-    writer.delete("r", done)
+    writer.delete(deletion)
     writer.put([iteration(7)])
-    assert done.wait(10)
+    assert deletion.done.wait(10) and deletion.error == ""
     until(lambda: writer.unwritten == 0)
     assert store.deleted == ["r"] and set(store.kept) == {("s", 1), ("r", 7)}
+
+
+def test_a_full_disk_stops_storing_and_a_deletion_is_done_all_the_same(
+    store: FailingStore, writer: Writer, free: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steptron_metrics.server.writer._FIRST_PAUSE_SECONDS", 3600.0)
+    writer.put([iteration(1), iteration(1, run="s")])
+    until(lambda: len(store.kept) == 2)
+    free[0] = 999
+    writer.put([iteration(2), iteration(2, run="s")])
+    until(lambda: "stay free (--min-free-gb)" in writer.trouble)
+    assert len(store.kept) == 2 and writer.unwritten == 2
+    deletion = Deletion("r")
+    free[0] = 1000  # as a deletion has it
+    writer.delete(deletion)
+    # What had been put of the run goes with it, and the rest is stored, without the pause of an hour.
+    assert deletion.done.wait(10) and deletion.error == ""
+    until(lambda: writer.unwritten == 0)
+    assert set(store.kept) == {("s", 1), ("s", 2)} and writer.trouble == "" and writer.unwritten_bytes == 0
+
+
+def test_a_deletion_that_fails_tells_why_and_is_tried_again(store: FailingStore, writer: Writer) -> None:
+    writer.put([iteration(1)])
+    until(lambda: len(store.kept) == 1)
+    store.down.set()
+    deletion = Deletion("r")
+    writer.delete(deletion)
+    until(lambda: "connection refused" in deletion.error and "deleting a run" in writer.trouble)
+    assert not deletion.done.is_set()
+    store.down.clear()
+    assert deletion.done.wait(10) and deletion.error == "" and not store.kept
+    until(lambda: writer.trouble == "")
+
+
+def test_a_deletion_that_the_store_refuses_is_given_up(store: FailingStore, writer: Writer) -> None:
+    def delete(_: str) -> None:
+        raise ValueError("a constraint")
+
+    store.delete = delete  # type: ignore[method-assign]
+    deletion = Deletion("r")
+    writer.delete(deletion)
+    assert deletion.done.wait(10) and deletion.error == "ValueError: a constraint"
+    writer.put([iteration(1)])
+    until(lambda: len(store.kept) == 1)
+
+
+def test_the_reserve_is_given_up_and_made_again(folder: Path) -> None:
+    free = [10_000]
+    space = Space(folder, 1000, free=lambda _: free[0], reserve_bytes=4000)
+    space.keep_reserve()
+    assert (folder / "reserve").stat().st_size == 4000
+    assert (folder / "reserve").stat().st_blocks * 512 >= 4000  # not a hole
+    space.use_reserve()
+    assert (folder / "reserve").exists()  # there is room without it
+    free[0] = 3999
+    space.use_reserve()
+    space.use_reserve()
+    assert not (folder / "reserve").exists()
+    free[0] = 8999
+    space.keep_reserve()
+    assert not (folder / "reserve").exists()
+    free[0] = 9000
+    space.keep_reserve()
+    assert sorted(file.name for file in folder.iterdir()) == ["reserve"]
+
+
+def test_a_database_elsewhere_does_not_care_for_the_disk(folder: Path) -> None:
+    Space(folder, 1000, is_embedded=False, free=lambda _: 0).check()
+    with pytest.raises(MetricsError, match="stay free"):
+        Space(folder, 1000, free=lambda _: 0).check()
 
 
 def test_results_come_in_the_order_of_their_jobs() -> None:

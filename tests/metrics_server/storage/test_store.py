@@ -458,3 +458,21 @@ def test_everything_is_there_after_opening_again(place: Place) -> None:
     check(store, reference)
     check_rolled(store, reference, 1, 49, 4)
     assert store.size_bytes() > 0
+
+
+def test_a_run_has_finished_when_its_latest_iteration_says_so(store: SqlStore) -> None:
+    over = (Event("finished", ""),)
+    store.put([iteration(1), iteration(2, events=over), iteration(1, run="other", events=over)])
+    assert {run.name: run.finished for run in store.runs()} == {"run": True, "other": True}
+    store.put([iteration(3)])
+    assert {run.name: run.finished for run in store.runs()} == {"run": False, "other": True}
+    store.put([iteration(1, run="other", session=2000)])
+    assert not any(run.finished for run in store.runs())
+
+
+def test_numbers_of_iterations(store: SqlStore) -> None:
+    store.put([iteration(number) for number in (2, 3, 5, 9)])
+    assert store.numbers("run", 0, 10**18, 10) == [2, 3, 5, 9]
+    assert store.numbers("run", 3, 8, 10) == [3, 5] and store.numbers("run", 3, 9, 2) == [3, 5]
+    with pytest.raises(KeyError):
+        store.numbers("nowhere", 1, 2, 3)

@@ -77,7 +77,7 @@ export function latest(values) {
   return NaN;
 }
 
-/** A panel with a line for each layer; fetch: async (signal) → [{layer, ...column}]. */
+/** A panel with a line for each layer, or several told apart by a note; fetch: async (signal) → [{layer, note, ...column}]. */
 export function layersPanel(clock, data, { title, about, height, logarithmic = false, unit = short, threshold, controls, fetch, points }) {
   const plot = new Lines(clock, { height, label: title });
   plot.logarithmic = logarithmic;
@@ -86,10 +86,10 @@ export function layersPanel(clock, data, { title, about, height, logarithmic = f
     controls: [...(controls ?? []), logSwitch(logarithmic, (value) => { plot.logarithmic = value; plot.redraw(); })],
     load: async (signal) => {
       const found = await fetch(signal);
-      const layers = found.map((line) => line.layer);
-      const lines = found.map((line, index) => ({
-        ...line, label: line.layer < 0 ? "whole model" : `layer ${line.layer}`,
-        colour: (now) => layerColour(layers.length > 1 ? index / (layers.length - 1) : 0.5, now),
+      const layers = [...new Set(found.map((line) => line.layer))];
+      const lines = found.map((line) => ({
+        ...line, label: (line.layer < 0 ? "whole model" : `layer ${line.layer}`) + (line.note ? `, ${line.note}` : ""),
+        colour: (now) => layerColour(layers.length > 1 ? layers.indexOf(line.layer) / (layers.length - 1) : 0.5, now),
       }));
       panel.lines = lines;
       mark();
@@ -99,12 +99,12 @@ export function layersPanel(clock, data, { title, about, height, logarithmic = f
     },
   });
   const mark = () => {
-    for (const line of panel.lines ?? []) line.strong = line.layer === data.layer && panel.lines.length > 1;
+    for (const line of panel.lines ?? []) line.strong = line.layer === data.layer && panel.lines.some((other) => other.layer !== line.layer);
   };
-  panel.mark = () => { mark(); plot.redraw(); if (panel.lines) layerLegend(panel, panel.lines.map((line) => line.layer), data); };
+  panel.mark = () => { mark(); plot.redraw(); if (panel.lines) layerLegend(panel, [...new Set(panel.lines.map((line) => line.layer))], data); };
   plot.onpick = (line) => { if (line.layer >= 0) views.change({ layer: line.layer }); };
   panel.plot = plot;
-  panel.unTheme = onTheme(() => { if (panel.lines) layerLegend(panel, panel.lines.map((line) => line.layer), data); });
+  panel.unTheme = onTheme(() => { if (panel.lines) layerLegend(panel, [...new Set(panel.lines.map((line) => line.layer))], data); });
   panel.ondispose = () => { plot.dispose(); panel.unTheme(); };
   return panel;
 }

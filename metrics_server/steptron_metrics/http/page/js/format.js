@@ -54,3 +54,15 @@ export function moment(ns) {
 export function iterations(first, last) {
   return first === last ? `iteration ${whole(first)}` : `iterations ${whole(first)}–${whole(last)}`;
 }
+
+/** Ranks as ranges, 3, 8–15, and how many more there are of them. */
+export function ranks(listed, number) {
+  const parts = [];
+  for (const rank of listed) {
+    const last = parts.at(-1);
+    if (last && last[1] === rank - 1) last[1] = rank;
+    else parts.push([rank, rank]);
+  }
+  const more = number - listed.length;
+  return parts.map(([from, to]) => (from === to ? from : `${from}–${to}`)).join(", ") + (more > 0 ? ` and ${whole(more)} more` : "");
+}

@@ -75,7 +75,7 @@ let shown = null;
 function showLive(run, error = null) {
   liveness.className = `live${run.live && !error ? " on" : ""}${error ? " lost" : ""}`;
   liveness.textContent = error ? "no answer from the server" : run.live
-    ? `live · iteration ${whole(run.last_iteration)} · ${ago(run.last_ended_ns)}` : `last heard of ${ago(run.last_ended_ns)}`;
+    ? `live · iteration ${whole(run.last_iteration)} · ${ago(run.last_ended_ns)}` : `${run.finished ? "finished" : "last heard of"} ${ago(run.last_ended_ns)}`;
 }
 
 async function show() {

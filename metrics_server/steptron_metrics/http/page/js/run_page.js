@@ -6,13 +6,14 @@ import { figureLayers, foldedLayers, latest, layersPanel, linesPanel } from "./c
 import { Clock } from "./clock.js";
 import { fill, h, select } from "./dom.js";
 import { Experts } from "./experts.js";
-import { duration, large, short, whole } from "./format.js";
+import { ago, duration, large, ranks, short, whole } from "./format.js";
 import { Panel, Panels } from "./panel.js";
 import { ranksPanel } from "./ranks.js";
 import { RunData, plain } from "./run_data.js";
 import { views } from "./view.js";
 
 const POLL_SECONDS = 2;
+const PATIENCE_SECONDS = 10; // after which it is worth a word for which ranks an iteration waits
 
 export class RunPage {
   constructor(root) {
@@ -29,6 +30,7 @@ export class RunPage {
     this.#setRange();
     this.#build();
     this.#summarise();
+    this.#readWaiting().catch(() => {});
     this.timer = setInterval(() => this.#poll(), POLL_SECONDS * 1000);
   }
 
@@ -51,7 +53,8 @@ export class RunPage {
       this.data.update(run);
       this.live(run);
       this.#status();
-      if (run === before) return;
+      await this.#readWaiting();
+      if (this.disposed || run === before) return;
       await this.#readAlerts();
       if (this.disposed) return;
       this.#summarise();
@@ -68,6 +71,16 @@ export class RunPage {
 
   /** Told of the run with each poll; the page's head listens. */
   live() {}
+
+  /** Names the ranks without which the run's oldest iteration is not whole. */
+  async #readWaiting() {
+    const { waiting, now_ns: now } = await getJson("server");
+    const one = waiting.find((found) => found.run === this.data.name && found.ranks < found.world_size);
+    this.waiting.hidden = !one || (now - one.since_ns) / 1e9 < PATIENCE_SECONDS;
+    if (!this.waiting.hidden) {
+      this.waiting.textContent = `Iteration ${whole(one.iteration)} waits for rank ${ranks(one.missing, one.world_size - one.ranks)}; its first frame came ${ago(one.since_ns)}.`;
+    }
+  }
 
   async #readAlerts() {
     this.data.alerts = await RunData.readAlerts(this.data.name);
@@ -106,6 +119,7 @@ export class RunPage {
     const { data } = this;
     this.tiles = h("div", { class: "tiles" });
     this.alertsOpen = h("div", { class: "alerts open-alerts" });
+    this.waiting = h("p", { class: "quiet waiting", role: "status", hidden: true });
     const sections = [
       ["training", "Training", this.#training()],
       ["experts", "Experts", this.#experts()],
@@ -120,7 +134,7 @@ export class RunPage {
     const nav = h("nav", { class: "sections", "aria-label": "sections" }, sections.map(([id, title]) =>
       h("button", { type: "button", onclick: () => document.getElementById(id).scrollIntoView({ behavior: "smooth" }) }, shortTitle(title))));
     fill(this.root, h("div", { class: "run" },
-      h("h1", { class: "visually-hidden" }, `Run ${data.name}`), this.tiles, this.alertsOpen, this.#toolbar(nav),
+      h("h1", { class: "visually-hidden" }, `Run ${data.name}`), this.tiles, this.waiting, this.alertsOpen, this.#toolbar(nav),
       sections.map(([id, title, content]) => h("section", { id, class: "section" }, h("h2", {}, title), content))));
     this.#setRange();
   }
@@ -247,6 +261,7 @@ export class RunPage {
     this.groups = groups;
     return this.#grid([
       figure("moe.straggler_factor", "Straggler factor", "Largest load of an expert-parallel rank over the mean, mean of the micro-batches; 1 at balance."),
+      figure("moe.group_imbalance", "Group imbalance", "Largest share of a group of experts over the mean, as the balance loss sees it; 1 at balance."),
       figure("moe.straggler_worst", "Worst straggler factor", "Likewise, of the worst micro-batch."),
       groups,
       data.has("moe.confidence") ? layersPanel(clock, data, {
@@ -285,14 +300,19 @@ export class RunPage {
       return panel;
     };
     const panels = kinds.map(make);
-    const cosines = data.figures.filter((name) => name.startsWith("gradient.cosine."));
-    if (cosines.length) {
+    const extremes = [["gradient.cosine_max", "largest"], ["gradient.cosine_min", "least"]];
+    if (data.figures.some((name) => name.startsWith("gradient.cosine_"))) {
       const panel = layersPanel(clock, data, {
-        title: "Cosine between gradient and weight", about: "Along the weight in a blow-up. Sampled.",
-        fetch: (signal) => {
-          const name = `gradient.cosine.${role()}`;
+        title: "Cosine between gradient and weight",
+        about: "The largest, and dashed the least, of a layer's matrices: below 0 the step lets the weight grow along itself, as in a blow-up; above 0 it shrinks. Sampled.",
+        fetch: async (signal) => {
           panel.setTitle(`Cosine between gradient and weight: ${role().replaceAll("_", " ")}`);
-          return cosines.includes(name) ? figureLayers(data, name, signal) : [];
+          const lines = await Promise.all(extremes.map(async ([name, which]) => {
+            const figure = `${name}.${role()}`;
+            if (!data.figures.includes(figure)) return [];
+            return (await figureLayers(data, figure, signal)).map((line) => ({ ...line, note: which, dashed: which === "least" }));
+          }));
+          return lines.flat();
         },
       });
       panels.push(panel);
@@ -332,7 +352,7 @@ export class RunPage {
         load: async (signal) => {
           const rows = await data.rows("iterations", { partial: true, latest: true, limit: 50 }, signal);
           fill(partial, rows.length ? table(["iteration", "ranks", "missing"], rows.reverse().map((row) => [
-            whole(row.iteration), `${whole(row.num_ranks)} of ${whole(row.world_size)}`, listed(row)])) : h("p", { class: "quiet" }, "none: every rank sent each iteration"));
+            whole(row.iteration), `${whole(row.num_ranks)} of ${whole(row.world_size)}`, ranks(row.missing, row.world_size - row.num_ranks)])) : h("p", { class: "quiet" }, "none: every rank sent each iteration"));
         },
       }),
       new Panel({
@@ -435,16 +455,3 @@ function table(heads, rows) {
   return h("table", {}, h("thead", {}, h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell))))));
 }
-
-/** Missing ranks as ranges: 3, 8–15 … */
-function listed(row) {
-  const parts = [];
-  for (const rank of row.missing) {
-    const last = parts.at(-1);
-    if (last && last[1] === rank - 1) last[1] = rank;
-    else parts.push([rank, rank]);
-  }
-  const more = row.world_size - row.num_ranks - row.missing.length;
-  return parts.map(([from, to]) => (from === to ? from : `${from}–${to}`)).join(", ") + (more > 0 ? ` and ${whole(more)} more` : "");
-}
-

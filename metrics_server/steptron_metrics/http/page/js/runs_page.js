@@ -45,7 +45,7 @@ export class RunsPage {
     return h("article", { class: "panel run-card" },
       h("header", {},
         h("a", { class: "run-name", href: format({ page: "run", run: run.name, items: [] }) }, run.name),
-        h("span", { class: run.live ? "live on" : "live" }, run.live ? "live" : `ended ${ago(run.last_ended_ns)}`)),
+        h("span", { class: run.live ? "live on" : "live" }, run.live ? "live" : `${run.finished ? "finished" : "last heard of"} ${ago(run.last_ended_ns)}`)),
       canvas,
       h("dl", { class: "facts" },
         h("dt", {}, "iteration"), h("dd", {}, whole(run.last_iteration)),

@@ -3,7 +3,7 @@
 import { getJson } from "./api.js";
 import { alertCard } from "./alerts.js";
 import { fill, h } from "./dom.js";
-import { ago, bytes, duration, whole } from "./format.js";
+import { ago, bytes, duration, ranks, whole } from "./format.js";
 
 const POLL_SECONDS = 2;
 
@@ -48,8 +48,9 @@ export class ServerPage {
           one.number, one.pid || "none", one.restarts, whole(one.connections), whole(one.frames), bytes(one.bytes), whole(one.refused), whole(one.later)])),
         box("Reducers", ["number", "process", "restarts", "iterations", "busy"], state.reducers.map((one) => [
           one.number, one.pid || "none", one.restarts, whole(one.iterations), duration(one.busy_seconds)])),
-        box("Waiting", ["run", "iteration", "ranks", "since"], state.waiting.map((one) => [
-          one.run, whole(one.iteration), `${whole(one.ranks)} of ${whole(one.world_size)}`, ago(one.since_ns)]))),
+        box("Waiting", ["run", "iteration", "ranks", "waits for", "since"], state.waiting.map((one) => [
+          one.run, whole(one.iteration), `${whole(one.ranks)} of ${whole(one.world_size)}`,
+          one.ranks < one.world_size ? `rank ${ranks(one.missing, one.world_size - one.ranks)}` : "the database", ago(one.since_ns)]))),
       h("h2", {}, "Open alerts of all runs"),
       h("div", { class: "alerts" }, alerts?.length ? alerts.map((alert) => alertCard(alert, { withRun: true })) : h("p", { class: "quiet" }, alerts ? "none" : "the database does not answer")));
   }
