@@ -222,7 +222,7 @@ def test_a_missing_key_names_the_section_that_lacks_it() -> None:
         (
             "train.checkpoint=3",
             "train.checkpoint: 3 is not a mapping with keys every_steps, asynchronous, keep, keep_every_steps, "
-            "keep_best, tolerated_failures, verify (saving and resuming)",
+            "keep_best, keep_requested, tolerated_failures, verify (saving and resuming)",
         ),
         (
             "train.threads=0",

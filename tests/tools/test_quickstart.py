@@ -154,6 +154,7 @@ def test_the_default_commands_take_the_configuration_file_as_it_is() -> None:
             *("--train-tokenizer", "4096", "--validation-fraction", "0.02", "--workers", "2"),
         ),
         ("pretrain", "configs/pretrain/tiny-quickstart.yaml", "--nproc", "2"),
+        ("metrics", "plot", "runs/quickstart/metrics", "quickstart", "runs/quickstart/train/experts.png"),
         ("generate", "runs/quickstart/train", "--prompt", "def "),
     ]
 

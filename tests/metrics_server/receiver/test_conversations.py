@@ -113,7 +113,7 @@ HELLOS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "code", "reason"), HELLOS)
+@pytest.mark.parametrize(("content", "code", "reason"), HELLOS, ids=[str(index) for index in range(len(HELLOS))])
 def test_a_wrong_hello_is_refused(
     shared: Receiver, through: grpc.Channel, content: bytes, code: str, reason: str
 ) -> None:
