@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import statistics
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,7 +31,9 @@ from rich.console import Console
 from benchmarks.harness import print_result, print_table
 from steptron_metrics.client import MetricsClient
 from steptron_metrics.protocol.description import Folding, Series
+from steptron_metrics.reading.source import open_source
 from steptron_metrics.receiver.main import run as run_receiver
+from steptron_metrics.results import Run
 from steptron_metrics.server.local import Server, running
 from steptron_metrics.settings import Settings
 
@@ -175,15 +175,14 @@ def run_load(values: int, seconds: float, processes: int, receivers: int, rate: 
                 worker.join(30)
             sent = max(iterations for iterations, _, _ in results)
             stored = _settled(server, sent)
-            with urllib.request.urlopen(f"{server.http_address}/api/v1/runs/{RUN}", timeout=30) as answer:
-                summary = json.load(answer)
+            partial = sum(run.partial for run in _runs(server))
     early, late = memory[len(memory) // 4 : len(memory) // 2], memory[-len(memory) // 4 :]
     return {
         "connections": connections,
         "iterations_per_second": stored_at_end / took,
         "sent": sent,
         "stored": stored,
-        "partial": summary["partial"],
+        "partial": partial,
         "not_stored_frames": sum(lost for _, _, lost in results),
         "memory_growth": statistics.median(late) / statistics.median(early),
         "memory_gb": max(memory) / 1e9,
@@ -196,12 +195,13 @@ def _receive(pipe: Connection, seconds: float) -> Any:
     return pipe.recv()
 
 
+def _runs(server: Server) -> list[Run]:
+    """The run of the load, once the server has something of it."""
+    return [run for run in open_source(server.http_address).runs() if run.name == RUN]
+
+
 def _stored(server: Server) -> int:
-    try:
-        with urllib.request.urlopen(f"{server.http_address}/api/v1/runs/{RUN}", timeout=30) as answer:
-            return int(json.load(answer)["iterations"])
-    except urllib.error.HTTPError:
-        return 0
+    return sum(run.iterations for run in _runs(server))
 
 
 def _settled(server: Server, sent: int) -> int:

@@ -6,6 +6,7 @@ Source: Step 3.5 Flash report, section 2.2 and appendices; choices that it leave
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,15 +62,15 @@ class BalanceContext:
         """Records a layer's routing and returns its weighted balance loss (differentiable)."""
         tokens_per_expert_E = routing.tokens_per_expert(self.valid_T)
         probabilities_TE = routing.scores_TE / (routing.scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
-        p_G, f_G = group_terms(
+        groups = group_terms(
             probabilities_TE, tokens_per_expert_E, self.num_groups, self.valid_T, self.num_valid, self.group
         )
-        loss = self.num_groups * torch.dot(f_G, p_G)
+        loss = groups.loss
         with torch.no_grad():
             selected_T = probabilities_TE.gather(1, routing.experts_TK).sum(dim=-1)
             confidence = _masked_mean(selected_T, self.valid_T, self.num_valid)
             if self.watch is not None:
-                self.watch.routed(layer_index, probabilities_TE, selected_T, f_G, self.valid_T)
+                self.watch.routed(layer_index, probabilities_TE, selected_T, groups.f_G, self.valid_T)
         self.layers[layer_index] = LayerBalance(tokens_per_expert_E, loss.detach(), confidence)
         return self.coefficient * loss
 
@@ -98,8 +99,19 @@ def ep_group_loss(
         group: ranks that share the micro-batch, T tokens each. All get the loss of the whole micro-batch; the
             gradient of each reaches its own tokens.
     """
-    p_G, f_G = group_terms(probabilities_TE, tokens_per_expert_E, num_groups, valid_T, num_valid, group)
-    return num_groups * torch.dot(f_G, p_G)
+    return group_terms(probabilities_TE, tokens_per_expert_E, num_groups, valid_T, num_valid, group).loss
+
+
+class GroupTerms(NamedTuple):
+    """The factors [G] of the balance loss: p_g with, f_g without gradient."""
+
+    p_G: torch.Tensor
+    f_G: torch.Tensor
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """G * sum of f_g p_g; scalar."""
+        return len(self.p_G) * torch.dot(self.f_G, self.p_G)
 
 
 def group_terms(
@@ -109,15 +121,15 @@ def group_terms(
     valid_T: torch.Tensor | None,
     num_valid: int,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors [G] of :func:`ep_group_loss`: p_g with, f_g without gradient."""
+) -> GroupTerms:
+    """What :func:`ep_group_loss` is the product of; same arguments."""
     counts_G = tokens_per_expert_E.view(num_groups, -1).sum(dim=1).to(probabilities_TE.dtype)
     p_G = _masked_mean(probabilities_TE, valid_T, num_valid).view(num_groups, -1).sum(dim=1)
     if group is not None and group.size() > 1:
         # In one message: counts of a micro-batch are far below 2^24 and exact in float32.
         p_G, counts_G = _AddUp.apply(torch.stack([p_G, counts_G]), group)
     f_G = counts_G / counts_G.sum().clamp(min=1)
-    return p_G, f_G.detach()
+    return GroupTerms(p_G, f_G.detach())
 
 
 class _AddUp(torch.autograd.Function):

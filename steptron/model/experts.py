@@ -89,6 +89,6 @@ class GroupedExperts(MegatronModule):
         if rows is not None and squared_norms_N2 is not None:
             x_NH = None
             if rows.wants_inputs:
-                x_NH = x if plan is None else x.index_select(0, plan.slot_N // plan.rows_TK.shape[1])
+                x_NH = x if plan is None else x.index_select(0, plan.token_N)
             rows.look(x_NH, tokens_per_expert_E, squared_norms_N2)
         return y

@@ -83,7 +83,7 @@ def _largest_norms(
     experts: GroupedExperts, x: torch.Tensor, tokens_per_expert_E: torch.Tensor, plan: RowPlan | None
 ) -> torch.Tensor:
     """fp32 [E, 3] over the rows of a forward pass; 0 for experts without any."""
-    x_NH = x if plan is None else x.index_select(0, plan.slot_N // plan.rows_TK.shape[1])
+    x_NH = x if plan is None else x.index_select(0, plan.token_N)
     gate_up = grouped_linear(x_NH, experts.gate_up_projection, tokens_per_expert_E)
     hidden = swiglu(gate_up, experts.spec.expert_clamp, experts.spec.clamp_after_silu)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -17,12 +17,10 @@ or expert, comes late, or comes in a healthy run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +40,7 @@ from steptron.telemetry.matrices import owned_parts
 from steptron.telemetry.run import Telemetry
 from steptron.telemetry.stopwatch import Stopwatch
 from steptron.train.step import Flags, Observation, TrainStep
+from steptron_metrics.reading.source import open_source
 from steptron_metrics.server.local import Server, running
 from steptron_metrics.settings import Settings
 
@@ -75,7 +74,7 @@ class Outcome:
     Attributes:
         kind, seed: of the run.
         losses: of its steps.
-        alerts: as the server's API shows them.
+        alerts: as the server has them.
     """
 
     kind: str
@@ -233,23 +232,17 @@ def train(kind: str, seed: int, steps: int, server: Server, folder: Path, mesh: 
                 telemetry.event("finished", "")
             telemetry.send()
     _wait_until_stored(server, name, steps)
-    return Outcome(kind, seed, losses, _get(server, f"alerts?run={name}"))
+    return Outcome(kind, seed, losses, [asdict(alert) for alert in open_source(server.http_address).alerts(name)])
 
 
 def _wait_until_stored(server: Server, run: str, steps: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while True:
-        found = [one for one in _get(server, "runs") if one["name"] == run]
-        if found and found[0]["iterations"] == steps:
+        if any((one.name, one.iterations) == (run, steps) for one in open_source(server.http_address).runs()):
             return
         if time.monotonic() > deadline:
             raise TimeoutError(f"the metrics server has not stored {steps} iterations of {run} within {seconds:g} s")
         time.sleep(0.1)
-
-
-def _get(server: Server, path: str) -> Any:
-    with urllib.request.urlopen(f"{server.http_address}/api/v1/{path}", timeout=30) as answer:
-        return json.load(answer)
 
 
 # ------------------------------------------------------------------------------------------ the command

@@ -70,7 +70,7 @@ def experts(
     if plan is None:
         x_NH, weights_N = x, weights
     else:
-        token_N = plan.slot_N // plan.rows_TK.shape[1]
+        token_N = plan.token_N
         rows_TK = plan.rows_TK
         x_NH = recomputed(lambda x_TH: _Scatter.apply(x_TH, token_N, rows_TK), x, when=recompute_rows)
         weights_N = weights.flatten().index_select(0, plan.slot_N)

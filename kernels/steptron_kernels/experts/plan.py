@@ -17,3 +17,8 @@ class RowPlan(NamedTuple):
 
     slot_N: Tensor
     rows_TK: Tensor
+
+    @property
+    def token_N(self) -> Tensor:
+        """int64 [N], the token that each row is a copy of."""
+        return self.slot_N // self.rows_TK.shape[1]

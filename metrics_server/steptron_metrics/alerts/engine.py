@@ -13,12 +13,10 @@ from steptron_metrics.alerts.loading import FIELDS
 from steptron_metrics.alerts.rule import Rule, SilenceWatch
 from steptron_metrics.alerts.series import IterationSource
 from steptron_metrics.alerts.watchers import FigureWatcher, SeriesWatcher, watcher
-from steptron_metrics.results import Alert, Iteration
+from steptron_metrics.results import FINISHED, Alert, Iteration
 from steptron_metrics.storage.base import Store
 
 _MAX_RUNS = 16
-FINISHED = "finished"
-"""Kind of the event with which a run says that it has ended and is not to be called stale."""
 
 
 class Alerts:
