@@ -19,10 +19,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -49,6 +50,8 @@ METRICS = (
     "output_norm_max",
     "probability",
 )
+T = TypeVar("T")
+
 RUN = "load"
 _BLOCK = 5
 TARGETS = {
@@ -360,11 +363,12 @@ def receiver_alone(folder: Path) -> Iterator[str]:
         process.join(30)
 
 
-def share_of_step(address: str, folder: Path, rounds: int) -> float:
-    """What probes and client take of a step of the quickstart's training.
+def share_of_step(address: str, folder: Path, rounds: int) -> dict[str, float]:
+    """What probes and client take of a step of the quickstart's training, by the clock and of the process's CPU time.
 
-    Blocks of steps with and without take turns; a block's first step is left out, which the client's threads may still
-    be busy beside with frames of the block before.
+    Blocks of steps with and without take turns, and each block with them is compared with the two beside it, since a
+    machine's pace changes by more than what is measured here. A block's first step is left out: the client's threads
+    may still be busy beside it with frames of the block before.
     """
     import torch
     import torch.distributed as dist
@@ -386,24 +390,37 @@ def share_of_step(address: str, folder: Path, rounds: int) -> float:
     stopwatch = Stopwatch(device)
     step = TrainStep(config, mesh, device, stopwatch=stopwatch)
     batches = random_batches(config, mesh)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    looked = 0
+
+    def run_step(telemetry: Telemetry, looks: bool) -> tuple[float, float]:
+        """Its seconds, and the process's CPU seconds."""
+        nonlocal looked
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        if looks:
+            looked += 1
+            telemetry.begin(looked)
+        result = step.run(batches, 1e-4, 1e-3)
+        if looks:
+            rates = {"train.learning_rate": 1e-4, "train.batch_size": 8}
+            telemetry.end(result.observed, result.gradient_norm, 1, rates)
+            telemetry.send()
+        return time.perf_counter() - begin, time.process_time() - begin_cpu
+
+    blocks = []
     with Telemetry(config, step, stopwatch, lambda text: None) as telemetry:
-        looked = 0
-        for number in range(2 * rounds + 2 * _BLOCK):
-            looks = number // _BLOCK % 2 == 1
-            looked += looks
-            begin = time.perf_counter()
-            if looks:
-                telemetry.begin(looked)
-            result = step.run(batches, 1e-4, 1e-3)
-            if looks:
-                rates = {"train.learning_rate": 1e-4, "train.batch_size": 8}
-                telemetry.end(result.observed, result.gradient_norm, 1, rates)
-                telemetry.send()
-            if number >= 2 * _BLOCK and number % _BLOCK:
-                seconds[looks].append(time.perf_counter() - begin)
+        for number in range(2 * (rounds // _BLOCK) + 3):
+            seconds = np.array([run_step(telemetry, looks=number % 2 == 1) for _ in range(_BLOCK)])
+            blocks.append(np.median(seconds[1:], axis=0))
     dist.destroy_process_group()
-    return statistics.median(seconds[True]) / statistics.median(seconds[False]) - 1
+    with_them = range(3, len(blocks), 2)  # the first ones warm up
+    wall, cpu = np.median([2 * blocks[i] / (blocks[i - 1] + blocks[i + 1]) for i in with_them], axis=0) - 1
+    return {"wall": float(wall), "cpu": float(cpu)}
+
+
+def in_own_process(function: Callable[..., T], *arguments: object) -> T:
+    """A function's result from a process in which nothing was set up."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 # ------------------------------------------------------------------------------------------ the command
@@ -432,9 +449,13 @@ def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Cal
 
     def step() -> dict[str, float]:
         with receiver_alone(folder / "receiver") as address:
-            alone = share_of_step(address, folder, options.rounds)
-        beside = with_server(lambda server: {"": share_of_step(server.address, folder, options.rounds)})
-        return {"share_of_tiny_step": alone, "share_with_a_server_on_the_same_cores": beside[""]}
+            alone = in_own_process(share_of_step, address, folder, options.rounds)
+        beside = with_server(lambda server: in_own_process(share_of_step, server.address, folder, options.rounds))
+        return {
+            "share_of_tiny_step": alone["wall"],
+            "share_of_tiny_step_cpu": alone["cpu"],
+            "share_with_a_server_on_the_same_cores": beside["wall"],
+        }
 
     yield "step", step
 
@@ -450,7 +471,7 @@ def main() -> None:
     parser.add_argument(
         "--thread-values", type=int, default=1465, help="a rank sends in the parts without load (%(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=40, help="steps of tiny with, and as many without (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=100, help="steps of tiny with, and as many without (%(default)s)")
     options = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -282,7 +282,7 @@ class _Formula:
         spec = self.placement.spec
         experts = self.config.model.moe.num_experts
         yield Message("world", Kind.ALL_REDUCE, len(spec.moe_layers) * experts * _INT64)
-        yield Message("world", Kind.ALL_REDUCE, (5 + depths) * _FP64)  # losses, confidence, flags
+        yield Message("world", Kind.ALL_REDUCE, (6 + depths) * _FP64)  # losses, confidence, flags
 
     def _gradients(self) -> Iterator[Message]:
         """Gradients in fp32 over the ranks that share their parameters, span by span; the embedding's over both

@@ -107,21 +107,60 @@ def series_of(metric: str, items: Sequence[Item], combination: Combination) -> l
 
 @dataclass(frozen=True)
 class Plan:
-    """What a metric is measured of: parts, and the series that their values make, one after the other."""
+    """What a metric is measured of: parts, and the series that their values make, one after the other.
+
+    Attributes:
+        views: what is measured, in rows (:func:`rows_of`), where it is at the same place in every step.
+    """
 
     parts: Sequence[OwnedPart]
     series: Sequence[Series]
+    views: Sequence[Tensor] = ()
 
     @classmethod
-    def of(cls, metric: str, parts: Sequence[OwnedPart], combination: Combination) -> Plan:
-        return cls(parts, series_of(metric, [part.item for part in parts], combination))
+    def of(
+        cls,
+        metric: str,
+        parts: Sequence[OwnedPart],
+        combination: Combination,
+        tensor: Callable[[OwnedPiece], Tensor] | None = None,
+    ) -> Plan:
+        """``tensor``: of a piece, what is measured, at the same place in every step; None: it is new in every one."""
+        views = rows_of([part.of(tensor(part.piece)) for part in parts]) if tensor is not None else ()
+        return cls(parts, series_of(metric, [part.item for part in parts], combination), views)
 
 
-def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """fp32 [n]; infinite where they are not finite, since NaN stands for what was not measured."""
-    if not tensors:
+def rows_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views [n, size] of vectors, in their order: those of one size that lie at equal distances, as the matrices of a
+    parameter's experts do, are rows of one, so that one operation does for all of them."""
+    rows: list[Tensor] = []
+    distance = 0
+    for vector in tensors:
+        last = rows[-1] if rows else None
+        if last is not None and _same_kind(last, vector):
+            step = vector.storage_offset() - last.storage_offset() - (len(last) - 1) * distance
+            if step >= vector.numel() and (len(last) == 1 or step == distance):
+                distance = step
+                shape = (len(last) + 1, vector.numel())
+                rows[-1] = last.as_strided(shape, (step, 1), last.storage_offset())
+                continue
+        rows.append(vector[None])
+        distance = 0
+    return rows
+
+
+def _same_kind(rows: Tensor, vector: Tensor) -> bool:
+    same_storage = rows.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    return same_storage and rows.dtype == vector.dtype and rows.shape[1] == vector.numel() and vector.is_contiguous()
+
+
+def norms_of(rows: Sequence[Tensor]) -> Tensor:
+    """fp32, one for each row of all tensors [n, size]; infinite where it is not finite, since NaN stands for what was
+    not measured."""
+    if not rows:
         return torch.empty(0)
-    return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32)).nan_to_num(nan=torch.inf)
+    norms = [torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float32) for vectors in rows]
+    return torch.cat(norms).nan_to_num(nan=torch.inf)
 
 
 class MatrixProbes:
@@ -200,9 +239,9 @@ class MatrixProbes:
         if self._muon is not None:
             self._muon.probes.remove(self)
         if self._decayed:
-            others, masters = self._plan("update.norm", "others", Combination.ROOT_SUM_SQUARES), self._masters()
-            changes = torch._foreach_sub([part.of(masters(part.piece)) for part in others.parts], self._decayed)
-            self._measured.append(Measured(others.series, norms_of(changes)))
+            others = self._plan("update.norm", "others", Combination.ROOT_SUM_SQUARES)
+            changes = torch._foreach_sub(self._masters(others.parts), self._decayed)
+            self._measured.append(Measured(others.series, norms_of([change[None] for change in changes])))
             self._decayed = []
         self._add(self._plan("update.norm", "muon"), self._changes)
         self._add(self._plan("muon.largest", "muon"), self._largest)
@@ -211,16 +250,21 @@ class MatrixProbes:
         return self._measured
 
     def _add_norms(self, metric: str, tensor: Callable[[OwnedPiece], Tensor]) -> None:
-        plan = self._plan(metric, "all", Combination.ROOT_SUM_SQUARES)
+        plan = self._plan(metric, "all", Combination.ROOT_SUM_SQUARES, tensor)
         if plan.parts:
-            norms = norms_of([part.of(tensor(part.piece)) for part in plan.parts])
-            self._measured.append(Measured(plan.series, norms))
+            self._measured.append(Measured(plan.series, norms_of(plan.views)))
 
     def _add(self, plan: Plan, values: dict[int, Tensor]) -> None:
         if plan.parts:
             self._measured.append(Measured(plan.series, torch.stack([values[id(part.piece)] for part in plan.parts])))
 
-    def _plan(self, metric: str, group: Group, combination: Combination = Combination.SAMPLES) -> Plan:
+    def _plan(
+        self,
+        metric: str,
+        group: Group,
+        combination: Combination = Combination.SAMPLES,
+        tensor: Callable[[OwnedPiece], Tensor] | None = None,
+    ) -> Plan:
         """What a metric is measured of in this step; made once for all steps that measure the same roles."""
         due = self._due
         assert due is not None
@@ -228,21 +272,22 @@ class MatrixProbes:
         key = (metric, group, roles)
         if key not in self._plans:
             parts = [part for part in self._parts[group] if part.item.role in roles]
-            self._plans[key] = Plan.of(metric, parts, combination)
+            self._plans[key] = Plan.of(metric, parts, combination, tensor)
         return self._plans[key]
 
     def _decayed_weights(self, lr: float) -> list[Tensor]:
         """What weight decay alone will make of the weights that Muon does not update."""
-        masters, decayed = self._masters(), []
-        for part in self._plan("update.norm", "others", Combination.ROOT_SUM_SQUARES).parts:
-            rule = part.piece.piece.rule
-            decayed.append(part.of(masters(part.piece)) * (1 - lr * rule.lr_multiplier * rule.weight_decay))
-        return decayed
+        parts = self._plan("update.norm", "others", Combination.ROOT_SUM_SQUARES).parts
+        if not parts:
+            return []
+        rules = [part.piece.piece.rule for part in parts]
+        factors = [1 - lr * rule.lr_multiplier * rule.weight_decay for rule in rules]
+        return list(torch._foreach_mul(self._masters(parts), factors))
 
-    def _masters(self) -> Callable[[OwnedPiece], Tensor]:
-        """The fp32 weights of a piece."""
+    def _masters(self, parts: Sequence[OwnedPart]) -> list[Tensor]:
+        """The fp32 weights of parts."""
         masters = {id(state.owned): state.tensor for state in self._optimizer.state().get("master", ())}
-        return lambda piece: masters.get(id(piece), piece.weight)
+        return [part.of(masters.get(id(part.piece), part.piece.weight)) for part in parts]
 
     def _turn(self, due: Due) -> frozenset[int]:
         """Experts' projections whose turn it is to have the stable rank of their gradient measured."""
