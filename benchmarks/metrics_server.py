@@ -53,7 +53,6 @@ METRICS = (
 T = TypeVar("T")
 
 RUN = "load"
-_BLOCK = 5
 TARGETS = {
     "iterations_per_second": 1.0,
     "send_wall_p50_ms": 1.0,
@@ -143,9 +142,9 @@ def _send(load: Load, number: int, ready: Connection) -> None:
                     seconds=1.0,
                     consumed_tokens=iteration * 4096,
                 )
-        while any(client.status().queued for client in clients) and time.monotonic() < end + 30:
+        while any(client.status().queued for client in clients) and time.monotonic() < end + 60:
             time.sleep(0.002)
-    states = [client.close(timeout=30.0) for client in clients]
+    states = [client.close(timeout=0.5) for client in clients]
     ready.send((iteration, sum(s.stored for s in states), sum(s.dropped + s.refused + s.spooled for s in states)))
 
 
@@ -219,14 +218,10 @@ def _watch_memory(server: Server, until: float) -> list[float]:
     """Proportional memory of all processes of the server, every second."""
     memory = []
     while time.monotonic() < until:
-        total = 0.0
-        for pid in server.pids.values():
-            try:
-                process = psutil.Process(pid)
-                total += sum(p.memory_full_info().pss for p in [process, *process.children(recursive=True)])
-            except psutil.NoSuchProcess:
-                continue
-        memory.append(total)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(server.pids["supervisor"])
+            processes = (supervisor, *supervisor.children(recursive=True))
+            memory.append(float(sum(process.memory_full_info().pss for process in processes)))
         time.sleep(1.0)
     return memory
 
@@ -364,11 +359,11 @@ def receiver_alone(folder: Path) -> Iterator[str]:
 
 
 def share_of_step(address: str, folder: Path, rounds: int) -> dict[str, float]:
-    """What probes and client take of a step of the quickstart's training, by the clock and of the process's CPU time.
+    """What probes and client take of a step of the quickstart's training.
 
-    Blocks of steps with and without take turns, and each block with them is compared with the two beside it, since a
-    machine's pace changes by more than what is measured here. A block's first step is left out: the client's threads
-    may still be busy beside it with frames of the block before.
+    Steps with and without take turns, and each with them is compared with those beside it, since a machine's pace
+    changes by more than what is measured here. What the client's threads do after a step falls on the next one, which
+    hides it: their CPU time is counted and added, also what of it has been seen already.
     """
     import torch
     import torch.distributed as dist
@@ -390,31 +385,39 @@ def share_of_step(address: str, folder: Path, rounds: int) -> dict[str, float]:
     stopwatch = Stopwatch(device)
     step = TrainStep(config, mesh, device, stopwatch=stopwatch)
     batches = random_batches(config, mesh)
-    looked = 0
-
-    def run_step(telemetry: Telemetry, looks: bool) -> tuple[float, float]:
-        """Its seconds, and the process's CPU seconds."""
-        nonlocal looked
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        if looks:
-            looked += 1
-            telemetry.begin(looked)
-        result = step.run(batches, 1e-4, 1e-3)
-        if looks:
-            rates = {"train.learning_rate": 1e-4, "train.batch_size": 8}
-            telemetry.end(result.observed, result.gradient_norm, 1, rates)
-            telemetry.send()
-        return time.perf_counter() - begin, time.process_time() - begin_cpu
-
-    blocks = []
+    for _ in range(3):
+        step.run(batches, 1e-4, 1e-3)
+    before = _threads()
+    seconds = []
     with Telemetry(config, step, stopwatch, lambda text: None) as telemetry:
-        for number in range(2 * (rounds // _BLOCK) + 3):
-            seconds = np.array([run_step(telemetry, looks=number % 2 == 1) for _ in range(_BLOCK)])
-            blocks.append(np.median(seconds[1:], axis=0))
+        for number in range(2 * rounds + 1):
+            begin, looks = time.perf_counter(), number % 2 == 1
+            if looks:
+                telemetry.begin(number // 2 + 1)
+            result = step.run(batches, 1e-4, 1e-3)
+            if looks:
+                rates = {"train.learning_rate": 1e-4, "train.batch_size": 8}
+                telemetry.end(result.observed, result.gradient_norm, 1, rates)
+                telemetry.send()
+            seconds.append(time.perf_counter() - begin)
+        client = sum(cpu for thread, cpu in _threads().items() if thread not in before)
     dist.destroy_process_group()
-    with_them = range(3, len(blocks), 2)  # the first ones warm up
-    wall, cpu = np.median([2 * blocks[i] / (blocks[i - 1] + blocks[i + 1]) for i in with_them], axis=0) - 1
-    return {"wall": float(wall), "cpu": float(cpu)}
+    ratios = [2 * seconds[i] / (seconds[i - 1] + seconds[i + 1]) - 1 for i in range(1, len(seconds), 2)]
+    step_share, client_share = statistics.median(ratios), client / rounds / statistics.median(seconds)
+    spread = statistics.stdev(ratios) * 1.25 / len(ratios) ** 0.5
+    return {"": step_share + client_share, "_of_which_client_threads": client_share, "_standard_error": spread}
+
+
+def _cpu_seconds(server: Server) -> float:
+    """Of all processes of a server."""
+    processes = [psutil.Process(pid) for name, pid in server.pids.items() if name != "supervisor"]
+    times = [one.cpu_times() for process in processes for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def _threads() -> dict[int, float]:
+    """CPU seconds of this process's threads."""
+    return {thread.id: thread.user_time + thread.system_time for thread in psutil.Process().threads()}
 
 
 def in_own_process(function: Callable[..., T], *arguments: object) -> T:
@@ -450,12 +453,14 @@ def _parts(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Cal
     def step() -> dict[str, float]:
         with receiver_alone(folder / "receiver") as address:
             alone = in_own_process(share_of_step, address, folder, options.rounds)
-        beside = with_server(lambda server: in_own_process(share_of_step, server.address, folder, options.rounds))
-        return {
-            "share_of_tiny_step": alone["wall"],
-            "share_of_tiny_step_cpu": alone["cpu"],
-            "share_with_a_server_on_the_same_cores": beside["wall"],
-        }
+        return {f"share_of_tiny_step{part}": value for part, value in alone.items()} | with_server(beside)
+
+    def beside(server: Server) -> dict[str, float]:
+        """What a whole server has to do for a run of tiny, a frame a second or so."""
+        rounds = max(1, options.rounds // 5)
+        begin = _cpu_seconds(server)
+        in_own_process(share_of_step, server.address, folder, rounds)
+        return {"server_cpu_seconds_a_tiny_step": (_cpu_seconds(server) - begin) / rounds}
 
     yield "step", step
 

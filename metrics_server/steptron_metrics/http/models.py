@@ -227,6 +227,10 @@ class ServerModel(BaseModel):
     database_bytes: int
     free_bytes: int
     dropped_frames: int = Field(description="Frames that clients had to give up.")
+    ignored_frames: dict[str, int] = Field(
+        description="Frames that changed nothing, by reason: `duplicate`, `void` (of iterations that a later session "
+        "has made again), `refused` (they contradict others of their session), `gone` (no longer in the journal)."
+    )
     webhook_waiting: int
     webhook_failed: int
     set_aside: int = Field(description="Iterations that the database has refused and that are in files instead.")

@@ -133,6 +133,14 @@ def _server(state: ServerState) -> Iterator[Metric]:
         ("steptron_server_webhook_failed", "Deliveries of alerts given up.", state.webhook_failed),
     ):
         yield CounterMetricFamily(name, help_, value)
+    ignored = CounterMetricFamily(
+        "steptron_server_ignored_frames",
+        "Frames that changed nothing: resent, void or contradictory.",
+        labels=("reason",),
+    )
+    for reason, count in sorted(state.ignored_frames.items()):
+        ignored.add_metric((reason,), count)
+    yield ignored
     for name, help_, field in (
         ("steptron_server_frames", "Frames stored in the journal.", "frames"),
         ("steptron_server_received_bytes", "Bytes stored in the journal.", "bytes"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class ServerState:
         database_bytes: what the database takes up.
         free_bytes: what is left on the disk of the server's folder.
         dropped_frames: that clients said they had to give up, of all runs, since the processor began.
+        ignored_frames: that changed nothing, by reason, since the processor began: "duplicate", "void" (of iterations
+            that a later session has made again), "refused" (they contradict others of their session) and "gone" (their
+            values or description no longer are in the journal).
         webhook_waiting, webhook_failed: deliveries of alerts still to do, and given up.
         set_aside: iterations that the database has refused and that are in files instead, since the processor began.
         trouble: what keeps it from storing, for people; None when nothing does.
@@ -100,6 +104,7 @@ class ServerState:
     database_bytes: int = 0
     free_bytes: int = 0
     dropped_frames: int = 0
+    ignored_frames: Mapping[str, int] = field(default_factory=dict)
     webhook_waiting: int = 0
     webhook_failed: int = 0
     set_aside: int = 0

@@ -90,15 +90,16 @@ def delete_run(folder: Path, run: str) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def journal_bytes(folder: Path) -> int:
-    """What the segments of all runs take up."""
-    total = 0
+def journal_bytes(folder: Path) -> dict[str, int]:
+    """What the segments of each run take up."""
+    total: dict[str, int] = {}
     for entry in reading.run_folders(folder):
+        total[entry.name] = 0
         try:
             with os.scandir(entry.path) as files:
                 for file in files:
                     try:
-                        total += file.stat().st_size
+                        total[entry.name] += file.stat().st_size
                     except FileNotFoundError:
                         continue
         except FileNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -82,23 +83,32 @@ class Tail:
         self._buffer = bytearray(1 << 20)
         self.damaged = 0
 
-    def poll(self, max_frames: int = 65_536) -> list[Notice]:
+    def poll(self, max_frames: int = 65_536, without: Container[str] = ()) -> list[Notice]:
         """Frames that are new since the last call, of all runs; in a segment in the order in which they were written.
 
-        Stops after some ``max_frames`` (by less than a batch): call it again until it returns nothing. Batches that are
-        not whole are left alone until they are.
+        Stops after some ``max_frames`` (by less than a batch of each run): call it again until it returns nothing.
+        Each run that has more gets its share of them, however much others have. Batches that are not whole are left
+        alone until they are.
+
+        Args:
+            max_frames: see above.
+            without: runs that are left alone this time.
         """
         self._look_for_segments()
+        runs: dict[str, list[_Segment]] = {}
+        for segment in self._open.values():
+            if segment.run not in without and _has_more(segment):
+                runs.setdefault(segment.run, []).append(segment)
         notices: list[Notice] = []
-        for segment in list(self._open.values()):
-            if len(notices) >= max_frames:
-                break
-            try:
-                size = os.stat(segment.path).st_size
-                if size != segment.size or segment.unread:
-                    self._read(segment, notices, max_frames)
-            except FileNotFoundError:
-                self._open.pop(segment.path, None)
+        for number, segments in enumerate(runs.values()):
+            end = len(notices) + max(1, (max_frames - len(notices)) // (len(runs) - number))
+            for segment in segments:
+                if len(notices) >= end:
+                    break
+                try:
+                    self._read(segment, notices, end)
+                except FileNotFoundError:
+                    self._open.pop(segment.path, None)
         return notices
 
     def description(self, notice: Notice) -> bytes:
@@ -254,6 +264,13 @@ class Tail:
         self._description_bytes += len(content)
         while self._description_bytes > _MAX_CACHED_DESCRIPTION_BYTES and len(self._descriptions) > 1:
             self._description_bytes -= len(self._descriptions.popitem(last=False)[1])
+
+
+def _has_more(segment: _Segment) -> bool:
+    try:
+        return segment.unread or os.stat(segment.path).st_size != segment.size
+    except FileNotFoundError:
+        return True  # reading it will tell
 
 
 def _with_all_that_belongs_to_them(table: np.ndarray, whole: np.ndarray) -> np.ndarray:

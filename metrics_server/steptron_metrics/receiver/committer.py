@@ -50,11 +50,11 @@ class Committer:
     def waiting_bytes(self) -> int:
         return self._waiting_bytes
 
-    def why_not(self, num_bytes: int) -> str | None:
-        """Why so many bytes more are not taken now; None when they are."""
+    def why_not(self, run: str, num_bytes: int) -> str | None:
+        """Why so many bytes more of a run are not taken now; None when they are."""
         if self._waiting_bytes + num_bytes > MAX_WAITING:
             return "too much is waiting to be written to the server's disk"
-        return self._room.why_not(self._waiting_bytes + num_bytes)
+        return self._room.why_not(run, self._waiting_bytes + num_bytes)
 
     async def may_read(self) -> None:
         """Waits, for a while, until little enough is waiting that more should be read."""
@@ -107,7 +107,8 @@ class Committer:
             self._counters.commit_seconds += time.perf_counter() - began
             if failures:
                 self._failed(next(iter(failures.values())))
-            self._room.took(size)
+            for entry in entries:
+                self._room.took(entry.run, _size(entry))
             for entry, done in group:
                 if not done.done():  # the client may have gone
                     failure = failures.get(entry.run)

@@ -213,7 +213,7 @@ class Service:
             refused = await checker.learn(frames)  # in any case: clients send a description once over a connection
         except (TooManyDescriptions, NoRoom) as error:
             raise greeting.Rejected(grpc.StatusCode.UNAVAILABLE, str(error)) from None
-        later = self._committer.why_not(len(content)) if frames else None
+        later = self._committer.why_not(session.run, len(content)) if frames else None
         if later is not None:
             return self._put_off(number, later)
         try:

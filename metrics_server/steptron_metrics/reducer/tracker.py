@@ -17,8 +17,8 @@ behind it.
 
 Of an iteration that is done a number remains, the ranks that it was made from (``Spans``). One that waits for ranks
 takes up 24 bytes a frame and a bit a rank; those with a partial result are kept so that late ranks can still complete
-it. When all together take up more than ``max_bytes``, the oldest partial results are closed, then the longest waiting
-iterations are made due early.
+it. When those of a run take up more than its share of ``max_bytes``, its oldest partial results are closed, then its
+longest waiting iterations are made due early.
 """
 
 from __future__ import annotations
@@ -179,6 +179,9 @@ class _Session:
 
 class _Run:
     """Attributes:
+    num_bytes: what is waiting of it takes up, about.
+    deadlines: of iterations, ascending; some may no longer hold.
+    closable: iterations with a result and nothing new.
     ready: heap of sessions and iterations; some may no longer be due.
     queued: among those that have turns.
     spent: cost of its jobs so far, and of what others got while it had none.
@@ -189,6 +192,9 @@ class _Run:
         self.sessions: dict[int, _Session] = {}
         self.segments: _Table[str, str] = _Table()
         self.descriptions: _Table[int, bytes] = _Table()
+        self.num_bytes = 0
+        self.deadlines: deque[tuple[float, _Key]] = deque()
+        self.closable: OrderedDict[_Key, None] = OrderedDict()
         self.ready: list[tuple[int, int]] = []
         self.queued = False
         self.spent = 0
@@ -204,12 +210,11 @@ class Tracker:
         stored: for each iteration of a run that is in the store, (session_ns, iteration), how many ranks it was made
         from;
             called when the run is first heard of.
-        max_bytes: for what waits.
+        max_bytes: for what waits, of all runs.
         max_large: jobs of a run that are out at a time, where they are so large that their cost counts.
 
     Attributes:
         ignored: frames that changed nothing, by reason: "duplicate", "void", "refused" and "gone".
-        num_bytes: what is waiting takes up, about.
     """
 
     def __init__(
@@ -228,17 +233,18 @@ class Tracker:
         self._runs: dict[str, _Run] = {}
         self._turns: dict[str, None] = {}  # runs with something ready, those first whose turn is longest ago
         self._served = 0  # what the run that had the last turn had spent
-        self._deadlines: deque[tuple[float, _Key]] = deque()
-        self._closable: OrderedDict[_Key, None] = OrderedDict()  # those with a result and nothing new
-        self._in_flight: set[_Key] = set()
         self._complaints: list[str] = []
         self.ignored: Counter[str] = Counter()
-        self.num_bytes = 0
 
     @property
-    def full(self) -> bool:
-        """Jobs have to be taken and done before more frames are taken in."""
-        return self.num_bytes > self._max_bytes and any(run.ready for run in self._runs.values())
+    def num_bytes(self) -> int:
+        """What is waiting takes up, about."""
+        return sum(run.num_bytes for run in self._runs.values())
+
+    def full(self) -> frozenset[str]:
+        """Runs of which jobs have to be taken and done before more frames are taken in."""
+        share = self._share()
+        return frozenset(name for name, run in self._runs.items() if run.num_bytes > share and run.ready)
 
     def take(self, notices: Iterable[Notice], now: float) -> None:
         """Hears of frames.
@@ -247,8 +253,9 @@ class Tracker:
             notices: of frames in the journal.
             now: seconds of a clock that never goes back.
         """
+        heard = {}
         for notice in notices:
-            run = self._runs.get(notice.run) or self._learn(notice.run)
+            run = heard[notice.run] = self._runs.get(notice.run) or self._learn(notice.run)
             session = run.sessions.get(notice.session_ns)
             if session is None:
                 session = run.sessions[notice.session_ns] = _Session()
@@ -256,12 +263,14 @@ class Tracker:
             reason = self._take(run, session, notice, now)
             if reason is not None:
                 self.ignored[reason] += 1
-        self._shrink()
+        for run in heard.values():
+            self._shrink(run)
 
     def due(self, now: float, limit: int) -> list[Job]:
         """Takes out at most ``limit`` jobs that are due: of the runs in turn, the oldest of each first."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self._expire(*self._deadlines.popleft())
+        for run in self._runs.values():
+            while run.deadlines and run.deadlines[0][0] <= now:
+                self._expire(*run.deadlines.popleft())
         jobs: list[Job] = []
         while len(jobs) < limit:
             waiting = [name for name in self._turns if self._may_have_turn(name)]
@@ -298,10 +307,6 @@ class Tracker:
         """What people should hear of, since the last call."""
         complaints, self._complaints = self._complaints, []
         return complaints
-
-    def next_deadline(self) -> float | None:
-        """When something may become due without a further frame."""
-        return self._deadlines[0][0] if self._deadlines else None
 
     def wants(self, run: str, session_ns: int, iteration: int) -> bool:
         """Whether a job's result is still to be stored: neither deleted nor void since."""
@@ -403,28 +408,28 @@ class Tracker:
         if waiting is not None and waiting.seen[byte] & bit:
             return "duplicate"
         try:
-            description = run.descriptions.use(notice.description_id, lambda: self._remember(notice))
+            description = run.descriptions.use(notice.description_id, lambda: self._remember(run, notice))
         except KeyError:
             return "gone"
         segment = run.segments.use(notice.segment, lambda: notice.segment)
         key = (notice.run, notice.session_ns, iteration)
         if waiting is None:
             waiting = session.waiting[iteration] = _Waiting(session.world_size, now)
-            self._grow(waiting, _OVERHEAD + len(waiting.seen))
+            _grow(run, waiting, _OVERHEAD + len(waiting.seen))
         waiting.seen[byte] |= bit
         waiting.frames += _PACK(rank, segment, description, notice.length, notice.offset)
-        self._grow(waiting, FRAME.itemsize)
+        _grow(run, waiting, FRAME.itemsize)
         waiting.ended_ns = max(waiting.ended_ns, notice.ended_ns)
         waiting.seconds = max(waiting.seconds, notice.seconds)
         waiting.consumed_tokens = max(waiting.consumed_tokens, notice.consumed_tokens)
         waiting.dropped += notice.dropped
         for event in notice.events[: MAX_EVENTS - len(waiting.events)]:
             waiting.events.append((rank, event))
-            self._grow(waiting, 200 + len(event.detail))
+            _grow(run, waiting, 200 + len(event.detail))
         if waiting.deadline is None and not waiting.expired:
             waiting.deadline = now + self._after
-            self._deadlines.append((waiting.deadline, key))
-            self._closable.pop(key, None)
+            run.deadlines.append((waiting.deadline, key))
+            run.closable.pop(key, None)
         if waiting.count == session.world_size:
             self._settle(key)
         if session.first is None or iteration < session.first:
@@ -432,14 +437,10 @@ class Tracker:
             self._order(notice.run, run)
         return None
 
-    def _remember(self, notice: Notice) -> bytes:
+    def _remember(self, run: _Run, notice: Notice) -> bytes:
         content = self._describe(notice)
-        self.num_bytes += len(content)
+        run.num_bytes += len(content)
         return content
-
-    def _grow(self, waiting: _Waiting, size: int) -> None:
-        waiting.size += size
-        self.num_bytes += size
 
     def _expire(self, deadline: float, key: _Key) -> None:
         waiting = self._at(key)
@@ -462,7 +463,7 @@ class Tracker:
                 self._turns[name] = None
         elif not waiting.in_flight and waiting.deadline is None:
             waiting.expired = False
-            self._closable[key] = None
+            run.closable[key] = None
 
     @staticmethod
     def _is_due(session: _Session, iteration: int, waiting: _Waiting) -> bool:
@@ -481,7 +482,6 @@ class Tracker:
                 waiting.in_flight = True
                 waiting.deadline = None
                 waiting.expired = False
-                self._in_flight.add((name, session_ns, iteration))
                 job = self._job(name, run, session_ns, iteration)
                 waiting.cost = _cost(job)
                 self._served = run.spent
@@ -516,18 +516,24 @@ class Tracker:
             tuple(run.descriptions.values[number] for number in descriptions.tolist()),
         )
 
-    def _shrink(self) -> None:
-        while self.num_bytes > self._max_bytes and self._closable:
-            self._close(next(iter(self._closable)))
-        if self.num_bytes <= self._max_bytes:
+    def _share(self) -> int:
+        """What of a run may wait. One alone has half, so that another that comes finds room."""
+        return self._max_bytes // (1 + max(1, sum(run.num_bytes > 0 for run in self._runs.values())))
+
+    def _shrink(self, run: _Run) -> None:
+        share = self._share()
+        while run.num_bytes > share and run.closable:
+            self._close(next(iter(run.closable)))
+        if run.num_bytes <= share:
             return
-        leaving = sum(waiting.size for waiting in map(self._at, self._in_flight) if waiting is not None)
-        for run in self._runs.values():
-            for session_ns, iteration in run.ready:
-                waiting = run.sessions[session_ns].waiting.get(iteration)
-                leaving += waiting.size if waiting is not None else 0
-        while self.num_bytes - leaving > self._max_bytes and self._deadlines:
-            deadline, key = self._deadlines.popleft()
+        leaving = sum(
+            waiting.size
+            for session in run.sessions.values()
+            for iteration, waiting in session.waiting.items()
+            if waiting.in_flight or self._is_due(session, iteration, waiting)
+        )
+        while run.num_bytes - leaving > share and run.deadlines:
+            deadline, key = run.deadlines.popleft()
             waiting = self._at(key)
             if waiting is not None and waiting.deadline == deadline:
                 leaving += waiting.size
@@ -544,7 +550,6 @@ class Tracker:
         """Its job is no longer out."""
         if waiting.in_flight:
             waiting.in_flight = False
-            self._in_flight.discard(key)
             run = self._runs[key[0]]
             run.out -= 1
             run.cost_out -= waiting.cost
@@ -556,9 +561,14 @@ class Tracker:
         frames = np.frombuffer(bytes(waiting.frames), FRAME)
         run.segments.release(frames["segment"])
         gone = run.descriptions.release(frames["description"])
-        self.num_bytes -= waiting.size + sum(map(len, gone))
-        self._closable.pop(key, None)
+        run.num_bytes -= waiting.size + sum(map(len, gone))
+        run.closable.pop(key, None)
         self._land(key, waiting)
+
+
+def _grow(run: _Run, waiting: _Waiting, size: int) -> None:
+    waiting.size += size
+    run.num_bytes += size
 
 
 def _first_missing(waiting: _Waiting, world_size: int) -> tuple[int, ...]:

@@ -63,6 +63,7 @@ class Overview:
             database_bytes=self._sizes.get("database", 0),
             free_bytes=self._sizes.get("free", 0),
             dropped_frames=self._writer.dropped_frames,
+            ignored_frames=self._pipeline.ignored,
             webhook_waiting=0 if self._webhook is None else self._webhook.waiting,
             webhook_failed=0 if self._webhook is None else self._webhook.failed,
             set_aside=self._writer.set_aside,
@@ -83,7 +84,7 @@ class Overview:
         while True:
             # Each by itself: one that fails keeps its last figure.
             for name, look in (
-                ("journal", lambda: journal_bytes(self._settings.journal)),
+                ("journal", lambda: sum(journal_bytes(self._settings.journal).values())),
                 ("free", lambda: shutil.disk_usage(self._settings.folder).free),
                 ("database", self._store.size_bytes),
             ):

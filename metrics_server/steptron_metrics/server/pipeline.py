@@ -11,7 +11,7 @@ from steptron_metrics.errors import MetricsError
 from steptron_metrics.http.state import Waiting
 from steptron_metrics.journal.retention import delete_run, prune
 from steptron_metrics.journal.tail import Notice, Tail
-from steptron_metrics.reducer.tracker import Tracker
+from steptron_metrics.reducer.tracker import Pending, Tracker
 from steptron_metrics.reducer.workers import Reducers, Vanished
 from steptron_metrics.server.order import Order
 from steptron_metrics.server.space import Space
@@ -45,6 +45,7 @@ class Pipeline:
         unstored: iterations that the reducers or the writer have.
         num_pending: iterations of which frames have arrived and that are not stored yet, a second ago.
         pending: the oldest of those.
+        ignored: frames that changed nothing, by reason, likewise.
     """
 
     def __init__(self, settings: Settings, store: Store, reducers: Reducers, writer: Writer, space: Space) -> None:
@@ -68,6 +69,7 @@ class Pipeline:
         self.trouble = ""
         self.num_pending = 0
         self.pending: tuple[Waiting, ...] = ()
+        self.ignored: dict[str, int] = {}
 
     @property
     def unstored(self) -> int:
@@ -122,6 +124,8 @@ class Pipeline:
             )
             for one in oldest
         )
+        self._writer.waiting = {one.run: _sentence(one) for one in reversed(oldest) if one.missing}
+        self.ignored = dict(self._tracker.ignored)
         for complaint in self._tracker.complaints():
             log.error("%s", complaint)
         self._looked_at = now
@@ -129,10 +133,10 @@ class Pipeline:
     def _take_notices(self) -> bool:
         """Whether there was anything new."""
         now = time.monotonic()
-        if now < self._retry_at or self._tracker.full:
+        if now < self._retry_at:
             return False
         if not self._notices:
-            self._notices = self._tail.poll()
+            self._notices = self._tail.poll(without=self._tracker.full())
         if not self._notices:
             return False
         try:
@@ -184,3 +188,11 @@ class Pipeline:
             self._known.pop(run, None)
             self._writer.delete(deletion)
             log.info("run %s is to be deleted", run)
+
+
+def _sentence(one: Pending) -> str:
+    """For people: which iteration waits, and for whom."""
+    missing = one.world_size - one.ranks
+    more = f" and {missing - len(one.missing)} more" if missing > len(one.missing) else ""
+    ranks = ", ".join(map(str, one.missing))
+    return f"Of iteration {one.iteration} {one.ranks} of {one.world_size} ranks have sent, not {ranks}{more}."

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 16 << 20
 """What a killed process has not yet committed is to be done again: not so much that it never comes to an end."""
+_OVERHEAD = 400
+"""Bytes of an aggregate beside its values."""
 _REFUSALS = 4
 """After so many in a row, over two seconds, it is believed."""
 _TICK_SECONDS = 5.0
@@ -81,6 +83,8 @@ class Writer:
         stored: iterations since it began.
         set_aside: iterations since it began.
         dropped_frames: that clients had to give up, since it began.
+        waiting: of runs with an iteration that is not whole, in a sentence which one, and who has not sent; set by
+            whoever knows.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Writer:
         self._ticked = 0.0
         self._delete_at = 0.0  # not before, after one that failed
         self._trouble = self._trouble_of_deletion = ""
+        self.waiting: Mapping[str, str] = {}
         self.unwritten = self.unwritten_bytes = 0
         self.stored = self.set_aside = self.dropped_frames = 0
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
@@ -153,7 +158,7 @@ class Writer:
         while True:
             self._delete_runs()
             if time.monotonic() - self._ticked >= _TICK_SECONDS:
-                self._settle("looking for silent runs", self._alerts.tick)
+                self._settle("looking for silent runs", lambda: self._alerts.tick(self.waiting))
                 self._space.keep_reserve()
                 self._ticked = time.monotonic()
             with self._changed:
@@ -363,4 +368,4 @@ def _begins_session(iteration: Iteration, batch: Sequence[Iteration]) -> bool:
 
 def size_of(iteration: Iteration) -> int:
     """Bytes that an iteration takes up, about."""
-    return sum(aggregate.values.nbytes for aggregate in iteration.aggregates)
+    return sum(aggregate.values.nbytes + _OVERHEAD for aggregate in iteration.aggregates)

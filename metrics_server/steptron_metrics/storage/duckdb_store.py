@@ -26,6 +26,8 @@ FILE = "metrics.duckdb"
 _ROW_GROUP = 2048
 _CHECKPOINT_BYTES = 64 << 20
 _RECENT_BYTES = 128 << 20
+_MEMORY_BYTES = 512 << 20
+"""DuckDB fills what it may have with what it has read and written, whether that helps or not."""
 _SLACK_BYTES = 32 << 20
 """Beside what it writes anew, a checkpoint or a sorting takes up about this at most."""
 _CLOSE_SECONDS = 30.0
@@ -74,7 +76,7 @@ class DuckDatabase:
     # Also what takes more memory than it may have, which would do so again.
     refusals: tuple[type[Exception], ...] = (duckdb.DataError, duckdb.IntegrityError, duckdb.OutOfMemoryException)
 
-    def __init__(self, path: Path, *, memory_bytes: int = 2 << 30, threads: int = 2, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, memory_bytes: int = _MEMORY_BYTES, threads: int = 2, read_only: bool = False) -> None:
         self.name = str(path)
         self._path = path
         self._read_only = read_only
@@ -229,7 +231,7 @@ class DuckDatabase:
                 self._connection.close()
 
 
-def open_duckdb(path: Path, *, memory_bytes: int = 2 << 30, threads: int = 2, read_only: bool = False) -> SqlStore:
+def open_duckdb(path: Path, *, memory_bytes: int = _MEMORY_BYTES, threads: int = 2, read_only: bool = False) -> SqlStore:
     """The store in a file.
 
     Args:

@@ -80,6 +80,22 @@ def test_a_poll_returns_some_max_frames(tmp_path: Path, writer: Writer) -> None:
     assert [notice.iteration for poll in polls for notice in poll] == [i for i in range(1, 11) for _ in range(2)]
 
 
+def test_a_run_does_not_wait_for_all_that_another_has_written_before(tmp_path: Path, writer: Writer) -> None:
+    for iteration in range(1, 101):
+        assert not writer.append([entry("flood", iteration)])
+    assert not writer.append([entry("small", 1)])
+    tail = Tail(tmp_path / "journal")
+    assert [notice.run for notice in tail.poll(max_frames=8)] == ["flood"] * 4 + ["small"] * 2
+    assert not writer.append([entry("small", 2)])
+    assert {notice.run for notice in tail.poll(max_frames=8, without={"flood"})} == {"small"}
+    rest = everything_of(tail, max_frames=8)
+    assert [notice.iteration for notice in rest] == [i for i in range(3, 101) for _ in range(2)]
+
+
+def everything_of(tail: Tail, max_frames: int) -> list[Notice]:
+    return [notice for poll in iter(lambda: tail.poll(max_frames), []) for notice in poll]
+
+
 def small_segment(folder: Path) -> tuple[bytes, list[tuple[int, list[Notice]]]]:
     """A segment of three batches: its bytes, and what is whole from which length on."""
     writer = Writer(folder, 0)
@@ -153,7 +169,7 @@ def test_what_is_deleted_under_a_tail_is_passed_over(tmp_path: Path) -> None:
         assert not writer.append([entry(iteration=iteration), entry("other", iteration)])
     tail = Tail(folder)
     notices = tail.poll(max_frames=1)
-    assert len(notices) == 2
+    assert len(notices) == 4  # a batch of each run
     segments(folder)[1].unlink()
     while new := tail.poll(max_frames=1):
         notices += new

@@ -99,7 +99,6 @@ def test_a_partial_iteration_names_the_missing_ranks() -> None:
     t = tracker()
     t.take(notices([1], [2]), 10)
     t.take(notices([1], [0]), 60)
-    assert t.next_deadline() == 10 + AFTER
     assert t.due(9.9 + AFTER, 9) == []
     (job,) = t.due(10 + AFTER, 9)
     assert job.missing == (1, 3)
@@ -343,7 +342,7 @@ def test_values_that_are_gone() -> None:
 
 
 def test_partial_results_are_closed_when_memory_is_short() -> None:
-    t = tracker(max_bytes=20_000)
+    t = tracker(max_bytes=40_000)  # of which one run has half
     for iteration in range(1, 200):
         t.take(notices([iteration], [0, 1, 2]), iteration)
     assert t.num_bytes > 20_000
@@ -357,12 +356,20 @@ def test_partial_results_are_closed_when_memory_is_short() -> None:
 
 
 def test_what_is_due_holds_back_more_frames_when_memory_is_short() -> None:
-    t = tracker(max_bytes=20_000)
+    t = tracker(max_bytes=40_000)
     t.take(notices(range(1, 60)), 0)
-    assert t.full
+    assert t.full() == {"r"}
     work(t, 0)
-    assert not t.full
+    assert t.full() == frozenset()
     assert t.num_bytes == 0
+
+
+def test_a_run_that_has_much_waiting_leaves_room_for_others() -> None:
+    t = tracker(max_bytes=60_000)
+    t.take([*notices(range(1, 60)), *notices(range(1, 200), [0], run="endless")], 0)
+    t.take(notices([1], [0, 1], run="small"), 0)
+    assert t.full() == {"r", "endless"}
+    assert not any(job.run == "small" for job in t.due(AFTER - 1, 99)), "others' want of room is not its own"
 
 
 def test_events_of_an_iteration_are_bounded() -> None:
