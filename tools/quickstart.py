@@ -459,8 +459,8 @@ def main() -> int:
     quickstart = Quickstart(options.folder, options.nproc, options.steps)
     try:
         quickstart.metrics.mkdir(parents=True, exist_ok=True)
-        with running(metrics_settings(quickstart.metrics)) as server:
-            print(f"metrics server: http://{server.http_address}/ shows the training while it runs", flush=True)
+        with running(metrics_settings(quickstart.metrics), niceness=10) as server:
+            print(f"metrics server: {server.http_address}/ shows the training while it runs", flush=True)
             quickstart = replace(quickstart, metrics_server=server.address)
             run_steps(quickstart.list_steps(), quickstart.folder, run_command)
     except (StepFailedError, MetricsError, OSError) as error:

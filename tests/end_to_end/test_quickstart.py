@@ -23,7 +23,7 @@ def test_quickstart_runs_and_is_reused(tmp_path: Path) -> None:
         "validation loss:",
         "loss plot:",
         "to go on:",
-        "metrics server: http",
+        "metrics server: http://127.0.0.1",
     ):
         assert text in first
     assert list((folder / "train" / "checkpoints").iterdir()) and (folder / "train" / "loss.png").is_file()

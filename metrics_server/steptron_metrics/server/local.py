@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import tempfile
 import time
@@ -40,10 +41,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(settings: Settings, *, allow_unauthenticated: bool = False) -> Iterator[Server]:
+def running(settings: Settings, *, allow_unauthenticated: bool = False, niceness: int = 0) -> Iterator[Server]:
     """A server in processes of its own, from when it answers until the end of the block.
 
     It ends with this process, however that ends.
+
+    Args:
+        settings: see there.
+        allow_unauthenticated: see :mod:`steptron_metrics.server.checks`.
+        niceness: of its processes, added to this one's: more than 0 where a training on the same cores comes first.
 
     Raises:
         MetricsError: it does not start, and why.
@@ -51,6 +57,8 @@ def running(settings: Settings, *, allow_unauthenticated: bool = False) -> Itera
     orders = child.Orders("supervisor", settings, allow_unauthenticated=allow_unauthenticated)
     with tempfile.TemporaryFile() as errors:
         process = child.start(orders, stderr=errors)
+        if niceness:  # before it starts others, which inherit it
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
         try:
             deadline = time.monotonic() + _START_SECONDS
             while True:

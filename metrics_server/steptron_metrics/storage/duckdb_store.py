@@ -76,7 +76,9 @@ class DuckDatabase:
     # Also what takes more memory than it may have, which would do so again.
     refusals: tuple[type[Exception], ...] = (duckdb.DataError, duckdb.IntegrityError, duckdb.OutOfMemoryException)
 
-    def __init__(self, path: Path, *, memory_bytes: int = _MEMORY_BYTES, threads: int = 2, read_only: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, memory_bytes: int = _MEMORY_BYTES, threads: int = 2, read_only: bool = False
+    ) -> None:
         self.name = str(path)
         self._path = path
         self._read_only = read_only
@@ -231,7 +233,9 @@ class DuckDatabase:
                 self._connection.close()
 
 
-def open_duckdb(path: Path, *, memory_bytes: int = _MEMORY_BYTES, threads: int = 2, read_only: bool = False) -> SqlStore:
+def open_duckdb(
+    path: Path, *, memory_bytes: int = _MEMORY_BYTES, threads: int = 2, read_only: bool = False
+) -> SqlStore:
     """The store in a file.
 
     Args:

@@ -166,3 +166,22 @@ def with_client(server: Server, folder: Path, tokens: int) -> None:
     layout = client.describe(SERIES)
     client.send(0, 1, layout, value(0, 1), ended_ns=SESSION, seconds=1.0, consumed_tokens=tokens)
     assert client.close(20).stored == 1
+
+
+def test_a_run_that_falls_silent_names_the_ranks_it_waits_for(tmp_path: Path) -> None:
+    settings = Settings(tmp_path / "server", port=0, http_port=0, stale_after_seconds=3)
+    settings.folder.mkdir()
+    with running(settings, niceness=1) as server:
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in server.pids.values()} == {os.getpriority(0, 0) + 1}
+        client = MetricsClient(server.address, "run", SESSION, 3, spool=tmp_path / "spool")
+        layout = client.describe(SERIES)
+        for iteration, ranks in ((1, (0, 1, 2)), (2, (1,))):
+            for rank in ranks:
+                client.send(
+                    rank, iteration, layout, value(rank, 1), ended_ns=SESSION, seconds=1.0, consumed_tokens=iteration
+                )
+        until(lambda: asked(server, "/api/v1/alerts"), 20)
+        (alert,) = asked(server, "/api/v1/alerts")
+        assert alert["rule"] == "stale_run"
+        assert "Of iteration 2 1 of 3 ranks have sent, not 0, 2." in alert["saw"]
+        client.close()
