@@ -138,7 +138,7 @@ def rows_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     for vector in tensors:
         last = rows[-1] if rows else None
         if last is not None and _same_kind(last, vector):
-            step = vector.storage_offset() - last.storage_offset() - (len(last) - 1) * distance
+            step = int(vector.storage_offset() - last.storage_offset()) - (len(last) - 1) * distance
             if step >= vector.numel() and (len(last) == 1 or step == distance):
                 distance = step
                 shape = (len(last) + 1, vector.numel())
@@ -160,7 +160,7 @@ def norms_of(rows: Sequence[Tensor]) -> Tensor:
     if not rows:
         return torch.empty(0)
     norms = [torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float32) for vectors in rows]
-    return torch.cat(norms).nan_to_num(nan=torch.inf)
+    return torch.cat(norms).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 class MatrixProbes:
@@ -221,7 +221,7 @@ class MatrixProbes:
         assert self._due is not None
         keys = [id(piece) for piece in update.pieces]
         if self._answers_for_cut or not is_cut(update.pieces[0]):
-            self._largest |= zip(keys, update.largest_N.nan_to_num(nan=torch.inf).unbind(), strict=True)
+            self._largest |= zip(keys, update.largest_N.nan_to_num(nan=torch.inf, posinf=torch.inf).unbind(), strict=True)
             if any(self._due.measures("update.norm", role) for role in {self._role_of[key] for key in keys}):
                 norms_N = torch.linalg.vector_norm(update.o_NRC, dim=(1, 2))
                 # A matrix whose iteration was not finite keeps its weights.
