@@ -64,6 +64,8 @@ class FakeRun:
             known = catalogue.find(metric)
             if known and known.relative and self.infos[metric].items > 1:
                 names += [f"{metric}.max_over_median", f"{metric}.min_over_median"]
+            if known and known.levels:
+                names += [f"{metric}.median", f"{metric}.over_layers"]
         return names + [f"gradient.cosine_{which}.{role}" for which in ("max", "min") for role in ROLES]
 
     def value(self, metric: str, layer: int, at: np.ndarray) -> np.ndarray:
@@ -206,6 +208,10 @@ class FakeStore:
                 values = fake.value(metric, layer, ends)
                 edge = values.max(1) if kind.startswith("max") else values.min(1)
                 columns.append(edge / np.median(values, axis=1))
+            elif kind in ("median", "over_layers"):
+                medians = {layer: np.median(fake.value(metric, layer, ends), axis=1) for layer in fake.layers}
+                others = [medians[other] for other in fake.layers if other != layer]
+                columns.append(medians[layer] / (1.0 if kind == "median" else np.median(others, axis=0)))
             elif kind.startswith("straggler"):
                 values = fake.value("moe.group_load", layer, ends)
                 columns.append(values.max(1) / values.mean(1))

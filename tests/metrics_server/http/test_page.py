@@ -30,6 +30,8 @@ TITLES = (
     "All layers",
     "Largest over median",
     "Least over median",
+    "Level of a layer",
+    "Level beside other layers",
     "Straggler factor",
     "Routing confidence",
     "Losses of the MTP depths",

@@ -235,11 +235,16 @@ export class RunPage {
       : bases.includes("moe.output_norm_max") ? "moe.output_norm_max" : bases[0]);
     const panel = (kind, title, about, threshold) => layersPanel(clock, data, {
       title, about, height: 260, logarithmic: true, threshold,
-      fetch: (signal) => figureLayers(data, `${base()}.${kind}`, signal),
+      fetch: async (signal) => (data.figures.includes(`${base()}.${kind}`) ? figureLayers(data, `${base()}.${kind}`, signal) : []),
     });
+    const levels = [
+      panel("median", "Level of a layer", "The median of its experts: a whole layer that grows leaves the ratios above as they are."),
+      panel("over_layers", "Level beside other layers", "That median over the median of the other layers' ones."),
+    ];
     this.relative = [
       panel("max_over_median", "Largest over median", "Rises when one or two experts blow up, while the loss sees nothing."),
       panel("min_over_median", "Least over median", "Falls when experts collapse although tokens still arrive."),
+      ...(data.figures.some((name) => name.endsWith(".over_layers")) ? levels : []),
     ];
     return h("div", {}, h("div", { class: "controls wide" }, select("of", bases.map((name) => [name, plain(name)]), base(),
       (value) => views.change({ figure: value }))), this.#grid(this.relative, "pair"));
