@@ -365,7 +365,7 @@ def _reading(where: str, token: str | None, certificate: Path | None) -> Iterato
             except KeyError as error:
                 # Of a running server it is a sentence already.
                 missing = str(error.args[0])
-                raise UserError(missing if " " in missing else f"{where} has no {missing}") from error
+                raise UserError(missing if " " in missing else f"{where} has no run {missing}") from error
 
 
 @contextlib.contextmanager

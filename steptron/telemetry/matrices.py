@@ -221,7 +221,9 @@ class MatrixProbes:
         assert self._due is not None
         keys = [id(piece) for piece in update.pieces]
         if self._answers_for_cut or not is_cut(update.pieces[0]):
-            self._largest |= zip(keys, update.largest_N.nan_to_num(nan=torch.inf, posinf=torch.inf).unbind(), strict=True)
+            self._largest |= zip(
+                keys, update.largest_N.nan_to_num(nan=torch.inf, posinf=torch.inf).unbind(), strict=True
+            )
             if any(self._due.measures("update.norm", role) for role in {self._role_of[key] for key in keys}):
                 norms_N = torch.linalg.vector_norm(update.o_NRC, dim=(1, 2))
                 # A matrix whose iteration was not finite keeps its weights.

@@ -135,7 +135,7 @@ def _server(state: ServerState) -> Iterator[Metric]:
         yield CounterMetricFamily(name, help_, value)
     ignored = CounterMetricFamily(
         "steptron_server_ignored_frames",
-        "Frames that changed nothing: resent, void or contradictory.",
+        "Frames that changed nothing: sent or read again, void, contradictory.",
         labels=("reason",),
     )
     for reason, count in sorted(state.ignored_frames.items()):

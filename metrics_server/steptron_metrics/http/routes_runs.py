@@ -78,8 +78,11 @@ async def delete_run(
     try:
         found = await queries.look(lambda: queries.run(run))
     except KeyError:
-        raise ApiError(404, f"there is no run {run!r}") from None
-    if not force and is_live(asking.context, found):
+        # One that has never been stored has raw values only.
+        if not (asking.context.settings.journal / run).is_dir():
+            raise ApiError(404, f"there is no run {run!r}") from None
+        found = None
+    if not force and found is not None and is_live(asking.context, found):
         raise ApiError(
             409,
             f"run {run!r} is live: with force=true (--force) it is deleted all the same, and it comes back with its "

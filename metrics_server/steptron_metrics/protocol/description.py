@@ -106,7 +106,7 @@ class Limits:
     items: int = 1 << 20
     layers: int = 4096
     micro_batches: int = 65_536
-    total_items: int = 1 << 22
+    total_items: int = 1 << 21
     run_metrics: int = 1000
     run_series: int = 20_000
     run_sessions: int = 10_000

@@ -33,7 +33,7 @@ from steptron_metrics.reducer.layout import Body, Layout, Layouts, Own
 from steptron_metrics.reducer.statistics import Moments, quantiles, ragged
 from steptron_metrics.results import STATISTICS, Aggregate
 
-MAX_ITEMS = 1 << 22
+MAX_ITEMS = 1 << 21
 """Of an iteration, all metrics and layers together; the aggregates of so many take up 117 MB."""
 BLOCK = 1 << 18
 """Values that are worked on at a time: with their float64 copy they stay in a core's cache."""

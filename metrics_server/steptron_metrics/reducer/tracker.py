@@ -27,6 +27,7 @@ import heapq
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 1000
 """Events of an iteration that are kept."""
+MAX_DROPPED = 1 << 40
+"""Frames given up that an iteration counts at most: what clients say of themselves is not to be believed beyond."""
 MAX_MISSING = 10
 """Ranks that are named of an iteration that waits."""
 _PACK = struct.Struct("<IIIIQ").pack
@@ -51,6 +54,9 @@ _SERIES_COST = 64
 stored, as do 2 kB of a large series."""
 _MAX_COST = 64 << 20
 """Of a run's jobs that are out, unless they are few: some seconds' work."""
+
+_MAX_RESULTS = 64 << 20
+"""Of a run's jobs that are out, bytes of their results, unless it is one job: they are written one after another."""
 
 _Key = tuple[str, int, int]
 K = TypeVar("K", bound=Hashable)
@@ -185,7 +191,8 @@ class _Run:
     ready: heap of sessions and iterations; some may no longer be due.
     queued: among those that have turns.
     spent: cost of its jobs so far, and of what others got while it had none.
-    out, cost_out: number and cost of its jobs that are out.
+    result_bytes: of its latest result.
+    out, cost_out: its jobs that are out, and what they cost.
     """
 
     def __init__(self) -> None:
@@ -198,7 +205,8 @@ class _Run:
         self.ready: list[tuple[int, int]] = []
         self.queued = False
         self.spent = 0
-        self.out = self.cost_out = 0
+        self.out: set[tuple[int, int]] = set()
+        self.result_bytes = self.cost_out = 0
 
 
 class Tracker:
@@ -289,19 +297,24 @@ class Tracker:
 
     def _may_have_turn(self, name: str) -> bool:
         run = self._runs[name]
-        return run.out < self._max_large or run.cost_out < _MAX_COST
+        if run.out and (len(run.out) + 1) * run.result_bytes > _MAX_RESULTS:
+            return False
+        return len(run.out) < self._max_large or run.cost_out < _MAX_COST
 
     def pending(self, most: int) -> tuple[int, list[Pending]]:
-        """How many iterations are pending, and the oldest ``most`` of them."""
-        found = [
-            (Pending(name, iteration, waiting.count, session.world_size or 0, waiting.since), waiting)
-            for name, run in self._runs.items()
-            for session in run.sessions.values()
-            for iteration, waiting in session.waiting.items()
-            if waiting.count > (session.done.get(iteration) or 0)
-        ]
+        """How many iterations are pending, and ``most`` of them, those that wait longest, about; in ascending order of
+        that. Takes no longer where there are many."""
+        number, found = 0, []
+        for name, run in self._runs.items():
+            number += sum(len(session.waiting) for session in run.sessions.values()) - len(run.closable)
+            waits = ((session_ns, iteration) for _, (_, session_ns, iteration) in islice(run.deadlines, most))
+            for session_ns, iteration in dict.fromkeys((*run.out, *run.ready[:most], *waits)):
+                waiting = self._at((name, session_ns, iteration))
+                if waiting is not None:
+                    world_size = run.sessions[session_ns].world_size or 0
+                    found.append((Pending(name, iteration, waiting.count, world_size, waiting.since), waiting))
         oldest = heapq.nsmallest(most, found, key=lambda one: one[0].since)
-        return len(found), [one._replace(missing=_first_missing(waiting, one.world_size)) for one, waiting in oldest]
+        return number, [one._replace(missing=_first_missing(waiting, one.world_size)) for one, waiting in oldest]
 
     def complaints(self) -> list[str]:
         """What people should hear of, since the last call."""
@@ -312,6 +325,11 @@ class Tracker:
         """Whether a job's result is still to be stored: neither deleted nor void since."""
         waiting = self._at((run, session_ns, iteration))
         return waiting is not None and waiting.in_flight
+
+    def reduced(self, run: str, num_bytes: int) -> None:
+        """A job of the run has given a result of this size."""
+        if run in self._runs:
+            self._runs[run].result_bytes = num_bytes
 
     def done(self, run: str, session_ns: int, iteration: int, num_ranks: int) -> None:
         """The result of a job is in the store."""
@@ -422,7 +440,7 @@ class Tracker:
         waiting.ended_ns = max(waiting.ended_ns, notice.ended_ns)
         waiting.seconds = max(waiting.seconds, notice.seconds)
         waiting.consumed_tokens = max(waiting.consumed_tokens, notice.consumed_tokens)
-        waiting.dropped += notice.dropped
+        waiting.dropped = min(waiting.dropped + notice.dropped, MAX_DROPPED)
         for event in notice.events[: MAX_EVENTS - len(waiting.events)]:
             waiting.events.append((rank, event))
             _grow(run, waiting, 200 + len(event.detail))
@@ -483,10 +501,10 @@ class Tracker:
                 waiting.deadline = None
                 waiting.expired = False
                 job = self._job(name, run, session_ns, iteration)
-                waiting.cost = _cost(job)
+                waiting.cost = _cost(job) + run.result_bytes
                 self._served = run.spent
                 run.spent += waiting.cost
-                run.out += 1
+                run.out.add((session_ns, iteration))
                 run.cost_out += waiting.cost
                 return job
         return None
@@ -526,12 +544,10 @@ class Tracker:
             self._close(next(iter(run.closable)))
         if run.num_bytes <= share:
             return
-        leaving = sum(
-            waiting.size
-            for session in run.sessions.values()
-            for iteration, waiting in session.waiting.items()
-            if waiting.in_flight or self._is_due(session, iteration, waiting)
-        )
+        leaving = 0
+        for session_ns, iteration in {*run.out, *run.ready}:
+            due = run.sessions[session_ns].waiting.get(iteration)
+            leaving += due.size if due is not None else 0
         while run.num_bytes - leaving > share and run.deadlines:
             deadline, key = run.deadlines.popleft()
             waiting = self._at(key)
@@ -551,7 +567,7 @@ class Tracker:
         if waiting.in_flight:
             waiting.in_flight = False
             run = self._runs[key[0]]
-            run.out -= 1
+            run.out.discard(key[1:])
             run.cost_out -= waiting.cost
 
     def _forget(self, key: _Key) -> None:

@@ -103,6 +103,7 @@ class Pipeline:
                 if self._order.finished(key, None):
                     self._tracker.drop(*key)
             else:
+                self._tracker.reduced(result.run, size_of(result))
                 self._order.finished(key, result if self._tracker.wants(*key) else None)
         ready = [one for one in self._order.ready() if self._tracker.wants(one.run, one.session_ns, one.iteration)]
         if ready:

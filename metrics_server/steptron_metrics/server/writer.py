@@ -162,15 +162,19 @@ class Writer:
                 self._space.keep_reserve()
                 self._ticked = time.monotonic()
             with self._changed:
-                if not self._waiting and (not self._deletions or time.monotonic() < self._delete_at):
+                if not self._waiting and not self._may_delete():
                     if self._closing:
                         return
                     self._changed.wait(1.0)
-                if self._deletions and time.monotonic() >= self._delete_at:
+                if self._may_delete():
                     continue
                 self._batch = self._next_batch()
             if self._batch and not self._write():
                 return
+
+    def _may_delete(self) -> bool:
+        """Under the lock."""
+        return bool(self._deletions) and time.monotonic() >= self._delete_at
 
     def _next_batch(self) -> list[Iteration]:
         """Under the lock."""
@@ -344,8 +348,7 @@ class Writer:
                 self._trouble = f"{what}: {error}".strip()
                 log.error("%s; again in %g s", self._trouble, pause, exc_info=pause == _FIRST_PAUSE_SECONDS)
                 with self._changed:
-                    known = len(self._deletions)
-                    if self._changed.wait_for(lambda: self._closing or len(self._deletions) > known, pause):  # noqa: B023
+                    if self._changed.wait_for(lambda: self._closing or self._may_delete(), pause):
                         if self._closing:
                             return False
                         pause = _FIRST_PAUSE_SECONDS

@@ -17,6 +17,10 @@ class Invalidated(MetricsError):
     """The database does nothing more until the process opens it anew."""
 
 
+class Unstorable(MetricsError):
+    """What was to be stored is not as the store takes it, whenever it is tried."""
+
+
 class Store(Protocol):
     """Aggregates, derived figures and alerts of all runs.
 

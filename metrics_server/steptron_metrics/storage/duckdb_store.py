@@ -26,7 +26,7 @@ FILE = "metrics.duckdb"
 _ROW_GROUP = 2048
 _CHECKPOINT_BYTES = 64 << 20
 _RECENT_BYTES = 128 << 20
-_MEMORY_BYTES = 512 << 20
+_MEMORY_BYTES = 1 << 30
 """DuckDB fills what it may have with what it has read and written, whether that helps or not."""
 _SLACK_BYTES = 32 << 20
 """Beside what it writes anew, a checkpoint or a sorting takes up about this at most."""

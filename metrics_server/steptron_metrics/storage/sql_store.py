@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from steptron_metrics.catalogue import Statistic
-from steptron_metrics.errors import MetricsError
 from steptron_metrics.results import FINISHED, STATISTICS, Aggregate, Alert, Derived, Iteration, MetricInfo, Points, Run
+from steptron_metrics.storage.base import Unstorable
 from steptron_metrics.storage.database import Database, Transaction
 from steptron_metrics.storage.export_rows import aggregate_batches
 from steptron_metrics.storage.packing import (
@@ -208,7 +208,9 @@ class SqlStore:
 
     def refuses(self, error: Exception) -> bool:
         # Those of Python come of making rows from it.
-        return isinstance(error, (*self._database.refusals, ValueError, TypeError, ArithmeticError, LookupError))
+        return isinstance(
+            error, (*self._database.refusals, Unstorable, ValueError, TypeError, ArithmeticError, LookupError)
+        )
 
     def size_bytes(self) -> int:
         return self._database.size_bytes()
@@ -559,18 +561,18 @@ def _check(new: Iteration) -> None:
         low, high = (1, LAST - 1) if name == "iteration" else (0, LAST)
         value = getattr(new, name)
         if not low <= value <= high:
-            raise MetricsError(
+            raise Unstorable(
                 f"run {new.run!r}, iteration {new.iteration}: {name} {value} is not within {low} and {high}"
             )
     for one in new.aggregates:
         if one.values.ndim != 2 or one.values.shape[0] != len(STATISTICS):
-            raise MetricsError(
+            raise Unstorable(
                 f"run {new.run!r}, iteration {new.iteration}: {one.metric} of layer {one.layer} has shape "
                 f"{one.values.shape}, expected [{len(STATISTICS)}, items]"
             )
     for figure in new.derived:
         if not len(figure.layers) == len(figure.values) == len(figure.items) or (figure.layers < -1).any():
-            raise MetricsError(
+            raise Unstorable(
                 f"run {new.run!r}, iteration {new.iteration}: {figure.name} needs as many values and items as layers, "
                 "and layers from -1"
             )

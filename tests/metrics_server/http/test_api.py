@@ -298,6 +298,15 @@ def test_a_live_run_is_deleted_by_force_only(client: TestClient, store: FakeStor
     assert client.delete("/api/v1/runs/blow-up").status_code == 404
 
 
+def test_a_run_of_which_nothing_is_stored_can_be_deleted(connect: Callable[..., TestClient], tmp_path: Path) -> None:
+    deleted: list[str] = []
+    client = connect(delete=deleted.append)
+    assert client.delete("/api/v1/runs/unstored").status_code == 404
+    (client.app.state.context.settings.journal / "unstored").mkdir(parents=True)  # type: ignore[attr-defined]
+    assert client.delete("/api/v1/runs/unstored").status_code == 204
+    assert deleted == ["unstored"]
+
+
 def test_the_servers_own_way_to_delete_is_used(connect: Callable[..., TestClient], store: FakeStore) -> None:
     deleted: list[str] = []
     assert connect(delete=deleted.append).delete("/api/v1/runs/other").status_code == 204

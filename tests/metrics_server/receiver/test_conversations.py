@@ -186,7 +186,7 @@ BAD = [
     ),
     (
         frame(description=serialize([Series("a", layer, 2**20 - 1) for layer in range(5)])),
-        "5242880 items in all metrics and layers together, each counted up to its largest; at most 4194304",
+        "5242880 items in all metrics and layers together, each counted up to its largest; at most 2097152",
     ),
     (frame(description=serialize([Series("a", first=2**32 - 1, count=2**32 - 1)])), "series 0: items"),
     (frame(events=[messages.Event(kind="", detail="x")]), "event kind: 0 characters"),

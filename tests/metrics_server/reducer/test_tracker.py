@@ -372,6 +372,39 @@ def test_a_run_that_has_much_waiting_leaves_room_for_others() -> None:
     assert not any(job.run == "small" for job in t.due(AFTER - 1, 99)), "others' want of room is not its own"
 
 
+def test_what_clients_say_they_dropped_is_bounded() -> None:
+    t = tracker()
+    t.take([notice(1, rank, dropped=2**63 - 1) for rank in range(4)], 0)
+    assert [job.dropped for job in t.due(0, 9)] == [1 << 40]
+
+
+def test_a_run_with_large_results_has_one_out_at_a_time() -> None:
+    t = tracker()
+    t.take([*notices(range(1, 9)), *notices(range(1, 9), run="small")], 0)
+    t.reduced("r", 40 << 20)
+    jobs = t.due(0, 99)
+    assert [job.run for job in jobs].count("r") == 1 and len(jobs) == 9
+    t.done("r", S1, 1, 4)
+    assert [(job.run, job.iteration) for job in t.due(0, 99)] == [("r", 2)]
+
+
+def test_pending_iterations_are_counted_and_the_oldest_named() -> None:
+    t = tracker()
+    t.take(notices(range(1, 4)), 0)  # whole
+    t.take(notices(range(4, 304), [1, 3]), 5)  # not whole
+    (job,) = t.due(5, 1)
+    number, oldest = t.pending(5)
+    assert number == 303
+    assert [(one.iteration, one.since, one.ranks, one.missing) for one in oldest[:3]] == [
+        (i, 0, 4, ()) for i in (1, 2, 3)
+    ]
+    assert {(one.since, one.ranks, one.missing) for one in oldest[3:]} == {(5, 2, (0, 2))}
+    t.done(*job.key, 4)
+    assert t.pending(5)[0] == 302
+    work(t, 5 + AFTER)
+    assert t.pending(5) == (0, [])  # partial results wait for nobody
+
+
 def test_events_of_an_iteration_are_bounded() -> None:
     t = tracker()
     t.take([notice(1, rank, events=(Event("e", str(rank)),) * 700) for rank in (3, 1, 0, 2)], 0)

@@ -32,6 +32,7 @@ def broken(orders: Orders) -> None:
 
 
 def wrong(orders: Orders) -> None:
+    time.sleep(0.6)  # the supervisor looks every now and then whether the server answers
     raise MetricsError("database postgresql://nowhere: cannot be reached")
 
 
