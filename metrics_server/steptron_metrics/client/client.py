@@ -35,7 +35,8 @@ from steptron_metrics.results import Event
 
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 CHUNK_BYTES = 4 << 20
-"""Written to the spool at once."""
+"""Written to the spool at once, or half of the queue if that is less: a disk that hangs must leave room for the frames
+that the network takes."""
 REMEMBERED_REQUESTS = 10_000
 SPOOL_RETRY_SECONDS = 30.0
 
@@ -144,6 +145,7 @@ class MetricsClient:
         self._world_size = world_size
         self._spool_folder = Path(spool)
         self._spool_bytes = spool_bytes
+        self._chunk_bytes = min(CHUNK_BYTES, queue_bytes // 2)
         self._tuning = tuning or Tuning()
         self._server = Server(address, token, _read(certificate))
         session = messages.Session(run=run, started_ns=started_ns, world_size=world_size)
@@ -373,7 +375,7 @@ class MetricsClient:
             return
         written = False
         while True:
-            frames = self._line.take_due(before) or self._outbox.take_due(before, CHUNK_BYTES)
+            frames = self._line.take_due(before, self._chunk_bytes) or self._outbox.take_due(before, self._chunk_bytes)
             if not frames:
                 break
             try:
@@ -419,16 +421,20 @@ class MetricsClient:
             async with asyncio.timeout(2 * self._tuning.disk):
                 await keeper
                 await self._spool_due(math.inf)
-                self._outbox.dropped(self._line.take_due(math.inf) + self._outbox.take_due(math.inf, sys.maxsize))
+                self._drop_rest()
                 if self._spool is not None:
                     await self._background.on_disk(self._spool.close)
         except TimeoutError:
             self._reports.error(
                 "disk", f"spool {self._spool_folder}: the disk has not answered within {2 * self._tuning.disk:g} s"
             )
-        self._outbox.dropped(self._line.take_due(math.inf) + self._outbox.take_due(math.inf, sys.maxsize))
+        self._drop_rest()
         self._warn_dropped(always=True)
         _open.discard(self)
+
+    def _drop_rest(self) -> None:
+        for waiting in (self._line, self._outbox):
+            self._outbox.dropped(waiting.take_due(math.inf, sys.maxsize))
 
     def _flushed(self) -> bool:
         if not self._looked_for_spool:

@@ -23,6 +23,9 @@ MAX_EVENTS = 64
 MAX_KIND, MAX_DETAIL = 32, 1000
 """Characters of an event."""
 
+_ROOM_BESIDE_BODY = 512
+"""Counted for a frame beside its bytes, so that frames without values are bounded too."""
+
 _LENGTH_DELIMITED, _VARINT = 2, 0
 
 
@@ -103,6 +106,11 @@ class Pending:
         self.dropped = 0
         self.recorded = 0
         self.segment: Segment | None = None
+
+    @property
+    def room(self) -> int:
+        """Bytes that it is counted as while it is in memory."""
+        return len(self.body) + _ROOM_BESIDE_BODY
 
 
 def frame_body(

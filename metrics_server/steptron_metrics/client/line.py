@@ -151,11 +151,17 @@ class Line:
         unread = spool.unread(self._hello) if spool else 0
         return not (self._first or self._unanswered or unread)
 
-    def take_due(self, before: float) -> list[Pending]:
-        """Takes back frames sent in vain that are in memory only and older than ``before``, to be spooled."""
-        due = [frame for frame in self._first if frame.segment is None and frame.since < before]
-        if due:
-            self._first = deque(frame for frame in self._first if frame.segment is not None or frame.since >= before)
+    def take_due(self, before: float, max_bytes: int) -> list[Pending]:
+        """Takes back frames sent in vain that are in memory only and older than ``before``, to be spooled, up to a
+        number of bytes."""
+        due, kept = [], deque[Pending]()
+        for frame in self._first:
+            if frame.segment is None and frame.since < before and max_bytes > 0:
+                due.append(frame)
+                max_bytes -= frame.room
+            else:
+                kept.append(frame)
+        self._first = kept
         return due
 
     async def run(self) -> None:

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from steptron_metrics.client.frame import Pending
 
-FRAME_BYTES = 512
-"""Counted for a frame beside its bytes, so that frames without values are bounded too."""
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -51,11 +48,10 @@ class Outbox:
 
     def put(self, frame: Pending) -> bool:
         """Takes a frame; returns whether the sender has to be woken."""
-        size = len(frame.body) + FRAME_BYTES
         with self._lock:
             self._accepted += 1
             self._queued += 1
-            self._bytes += size
+            self._bytes += frame.room
             self._waiting.append(frame)
             while self._bytes > self.max_bytes and self._waiting:
                 self._drop(self._waiting.popleft())
@@ -91,8 +87,8 @@ class Outbox:
             while self._waiting and max_bytes > 0 and (self._waiting[0].since < before or excess > 0):
                 frame = self._waiting.popleft()
                 taken.append(frame)
-                excess -= len(frame.body) + FRAME_BYTES
-                max_bytes -= len(frame.body)
+                excess -= frame.room
+                max_bytes -= frame.room
         return taken
 
     def put_back(self, frames: list[Pending]) -> None:
@@ -213,7 +209,7 @@ class Outbox:
 
     def _leave(self, frame: Pending) -> None:
         self._queued -= 1
-        self._bytes -= len(frame.body) + FRAME_BYTES
+        self._bytes -= frame.room
 
     def _reported(self, frame: Pending) -> None:
         extra = frame.dropped - frame.recorded

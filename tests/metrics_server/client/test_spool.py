@@ -240,16 +240,20 @@ def test_a_disk_that_hangs_holds_up_neither_send_nor_the_network(
     store: Store, make_client: MakeClient, free_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = threading.Event()
-    monkeypatch.setattr(Spool, "append", lambda *_: hang.wait(30) and 0)
+    append = Spool.append
+    monkeypatch.setattr(Spool, "append", lambda *arguments: hang.wait(30) and append(*arguments))
     client = make_client(free_address, queue_bytes=20_000, tuning={"disk": 0.2})
     other = make_client(free_address)
     try:
+        # When the client's thread looks, all frames are due; the disk must leave room for those that come later.
+        client._background.loop.call_soon_threadsafe(time.sleep, 0.5)
         for iteration in range(1, 201):
             send(client, 0, iteration)
         send(other, 1, 1)
         wait_for(lambda: client.status().dropped > 100, "drops")
         with FakeServer(store, int(free_address.rpartition(":")[2])):
             wait_for(lambda: other.status().connected and client.status().connected, "the connections")
+            wait_for(lambda: client.status().stored > 0, "what the disk has left over")
             send(other, 1, 2)
             send(client, 0, 201)
             wait_for(lambda: ("run-a", SESSION, 1, 2) in store.frames, "the network")
