@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from steptron_metrics.access import Access
 from steptron_metrics.errors import MetricsError
 from steptron_metrics.http import prometheus, routes_export, routes_points, routes_runs, routes_server
-from steptron_metrics.http.context import Asking, Context
+from steptron_metrics.http.context import Asking, Context, known_parameters
 from steptron_metrics.http.errors import ApiError
 from steptron_metrics.http.models import Failure
 from steptron_metrics.http.queries import Queries
@@ -30,7 +30,7 @@ _FAILURES: dict[int | str, dict[str, object]] = {
     403: {"model": Failure, "description": "The token does not allow it."},
     404: {"model": Failure, "description": "There is no such run, metric, layer or figure."},
     409: {"model": Failure, "description": "The run is live."},
-    422: {"model": Failure, "description": "A parameter is not within its limits."},
+    422: {"model": Failure, "description": "A parameter is unknown or not within its limits."},
     503: {
         "model": Failure,
         "description": "The database does not answer, or too much is asked at once; Retry-After says when to ask again",
@@ -74,7 +74,7 @@ def build_app(
     )
     app.state.context = Context(settings, access, queries, state, delete or store.delete)
     for module in (routes_runs, routes_points, routes_export, routes_server):
-        app.include_router(module.router)
+        app.include_router(module.router, dependencies=[Depends(known_parameters)])
 
     @app.get("/metrics", tags=["server"], summary="For Prometheus", response_class=Response)
     async def metrics(asking: Asking) -> Response:

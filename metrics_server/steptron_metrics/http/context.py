@@ -91,4 +91,19 @@ def _caller(
     return Caller(context, credentials.credentials if credentials is not None else None)
 
 
+def known_parameters(request: Request) -> None:
+    """A misspelt parameter is refused: without this its default would answer another question.
+
+    Raises:
+        ApiError: 422 with the names that there are.
+    """
+    path = request.scope["route"].path
+    documented = request.app.openapi()["paths"][path][request.method.lower()].get("parameters", ())
+    known = {one["name"] for one in documented if one["in"] == "query"}
+    for name in request.query_params:
+        if name not in known:
+            there_are = f"there are {', '.join(sorted(known))}" if known else "there are none"
+            raise ApiError(422, f"{name[:64]}: no parameter of {path}; {there_are}")
+
+
 Asking = Annotated[Caller, Depends(_caller)]

@@ -242,6 +242,11 @@ class RemoteSource:
             if error.code == 503:
                 raise _Busy(f"{self.name}: {reason}", error.headers.get("retry-after", "")) from None
             raise MetricsError(f"{self.name} refuses: {reason}") from None
+        except http.client.BadStatusLine as error:
+            # Its text would be the bytes of whatever protocol that is.
+            raise MetricsError(
+                f"{self.name} does not speak HTTP: give the port of the page (serve --http-port), not that of training"
+            ) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
             raise MetricsError(f"the metrics server at {self.name} does not answer: {cause}") from error

@@ -334,6 +334,8 @@ def test_the_servers_own_way_to_delete_is_used(connect: Callable[..., TestClient
         ("runs/blow-up/derived", 422, "figure"),
         ("runs/blow-up/table?metric=moe.nothing", 404, "no metric"),
         ("runs/blow-up/iterations?limit=5001", 422, "limit"),
+        ("runs/blow-up/iterations?frist=5", 422, "frist: no parameter of /api/v1/runs/{run}/iterations"),
+        ("runs?first=5", 422, "there are none"),
         ("alerts?run=none", 404, "no run"),
         ("nothing", 404, "Not Found"),
     ],

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pandas as pd
 import pytest
@@ -100,6 +102,17 @@ def test_places_that_cannot_be_read(tmp_path: Path) -> None:
         MetricsReader("https://localhost:1", certificate=tmp_path / "certificate.pem")
     with MetricsReader("127.0.0.1:9") as reader, pytest.raises(MetricsError, match=r"127\.0\.0\.1:9 does not answer"):
         reader.runs()
+
+
+def test_the_port_of_training_is_not_that_of_the_page() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with MetricsReader(f"127.0.0.1:{port}") as reader, pytest.raises(MetricsError, match="port of the page"):
+            reader.runs()
+    finally:
+        server.stop(0).wait(10)
 
 
 def test_raw_values_from_the_journal(tmp_path: Path) -> None:
