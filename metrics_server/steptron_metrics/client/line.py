@@ -306,7 +306,8 @@ class Line:
         if self._first or spool is None or not spool.unread(self._hello):
             return
         try:
-            self._first.extend(await self._background.on_disk(spool.read, self._hello, self._tuning.message_bytes))
+            frames = await self._background.on_disk(spool.read, self._hello, self._tuning.message_bytes)
+            self._first.extend(frames)  # what is first may have become another queue meanwhile
         except SpoolError as error:
             self._reports.error("spool", str(error))
 

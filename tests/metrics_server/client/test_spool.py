@@ -264,6 +264,27 @@ def test_a_disk_that_hangs_holds_up_neither_send_nor_the_network(
     other.close(0)
 
 
+def test_what_a_slow_disk_reads_is_sent_whatever_is_spooled_meanwhile(
+    store: Store, make_client: MakeClient, free_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames sent in vain are looked for while frames before them are read back; neither must be lost."""
+    read = Spool.read
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return read(*arguments)
+
+    monkeypatch.setattr(Spool, "read", slow)
+    client = make_client(free_address)
+    for iteration in range(1, 11):
+        send(client, 0, iteration)
+    wait_for(lambda: client.status().spooled == 10, "the spool")
+    with FakeServer(store, int(free_address.rpartition(":")[2])):
+        wait_for(lambda: client.status().stored == 10, "all to be stored")
+        check(client.close())
+    assert_whole(store, 1, 10)
+
+
 # Processes.
 
 CHILD = """
