@@ -115,7 +115,7 @@ def break_down(recording: Recording, wall_seconds: float) -> Breakdown:
     marked = length(steps) / 1e9
     if marked / _CLOCK_TOLERANCE < wall_seconds < marked * _CLOCK_TOLERANCE:
         wall_seconds = marked  # the same time by the profile's own clock, which the phases are measured by
-    wall_seconds = max(wall_seconds, covered)
+    wall_seconds = max(wall_seconds, covered, marked)  # phases must not take up more than all of it
     seconds = dict.fromkeys(Category, 0.0)
     for (_, category), value in nanoseconds.items():
         seconds[category] += value / 1e9

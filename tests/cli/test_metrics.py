@@ -176,7 +176,7 @@ def test_what_cannot_be_plotted(server: Server, tmp_path: Path) -> None:
 def test_addresses_that_are_none(server: Server, tmp_path: Path) -> None:
     assert "expected the address of a running server" in bad("runs", "ftp://example.org")
     assert "does not answer" in bad("runs", "127.0.0.1:1")
-    assert "does not answer" in bad("runs", server.address)  # the receiving one
+    assert "does not speak HTTP" in bad("runs", server.address)  # the receiving one
     (tmp_path / "root.pem").write_text("x")
     assert "no PEM file of certificates" in bad("runs", "localhost:1", "--certificate", tmp_path / "root.pem")
     assert "there is no run 'absent'" in bad("alerts", server.http_address, "absent")

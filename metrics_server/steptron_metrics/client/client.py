@@ -168,6 +168,7 @@ class MetricsClient:
         self._close_lock = threading.Lock()
         self._line = self._new_line(self._hello, takes_new=True)
         self._earlier: Line | None = None
+        self._sending_earlier: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._background.loop.call_soon_threadsafe(self._start)
         _open.add(self)
@@ -359,7 +360,8 @@ class MetricsClient:
         finally:
             self._looked_for_spool = True
         if any(hello != self._hello for hello in self._spool.sessions()):
-            self._tasks.append(asyncio.create_task(self._send_earlier(self._spool)))
+            self._sending_earlier = asyncio.create_task(self._send_earlier(self._spool))
+            self._tasks.append(self._sending_earlier)
         self._line.wake()
 
     async def _send_earlier(self, spool: Spool) -> None:
@@ -367,7 +369,6 @@ class MetricsClient:
             if hello != self._hello:
                 self._earlier = self._new_line(hello, takes_new=False)
                 await self._earlier.run()
-        self._earlier = None
 
     async def _spool_due(self, before: float) -> None:
         spool = self._spool
@@ -442,8 +443,10 @@ class MetricsClient:
         counts = self._outbox.counts()
         if self._line.hopeless or not counts.queued + counts.spooled:
             return True
-        earlier = self._earlier
-        return not counts.queued and self._line.finished and (earlier is None or earlier.hopeless)
+        earlier, sending = self._earlier, self._sending_earlier
+        # Its task may not have come to run yet.
+        earlier_is_done = sending is None or sending.done() or (earlier is not None and earlier.hopeless)
+        return not counts.queued and self._line.finished and earlier_is_done
 
 
 def _check(

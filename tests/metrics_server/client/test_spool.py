@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steptron_metrics.client import Series
+from steptron_metrics.client import MetricsClient, Series
 from steptron_metrics.client.frame import Layout, Pending, frame_body
 from steptron_metrics.client.outbox import Outbox
 from steptron_metrics.client.spool import segment
@@ -183,6 +184,26 @@ def test_drops_that_were_not_reported_are_reported_by_the_next_process(
     with FakeServer(store) as server:
         check(make_client(server.address, started_ns=SESSION + 1).close(10))
     assert store.dropped() == status.dropped == 100 - len(store.frames)
+
+
+def test_closing_at_once_still_sends_what_an_earlier_process_has_left(
+    store: Store, make_client: MakeClient, free_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task that sends it comes to run only after the spool has been looked at."""
+    client = make_client(free_address)
+    for iteration in range(1, 11):
+        send(client, 0, iteration)
+    assert check(client.close(0)).spooled == 10
+    send_earlier = MetricsClient._send_earlier
+
+    async def late(self: MetricsClient, spool: Spool) -> None:
+        await asyncio.sleep(0.1)
+        await send_earlier(self, spool)
+
+    monkeypatch.setattr(MetricsClient, "_send_earlier", late)
+    with FakeServer(store) as server:
+        assert check(make_client(server.address, started_ns=SESSION + 1).close(10)).stored == 10
+    assert_whole(store, 1, 10)
 
 
 def test_memory_is_bounded_when_the_disk_does_not_take_frames(
