@@ -48,7 +48,7 @@ NATIVE_SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h') kernels/ste
 # --system-site-packages shows the packages of a system Python; those of a virtual environment need their path.
 outer_packages := import sys, sysconfig; print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
 
-.PHONY: help setup native quickstart test test-py312 lint format bench soak clean distclean
+.PHONY: help setup native quickstart curriculum test test-py312 lint format bench soak clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -107,6 +107,18 @@ $(NATIVE_STAMP): $(NATIVE_SOURCES) | $(INSTALL_STAMP)
 # ------------------------------------------------------------------------------------------ use
 quickstart: setup ## text -> tokenizer -> pre-training of a small model -> generated text, on this machine
 	@$(PY) tools/quickstart.py $(QUICKSTART_ARGS)
+
+# Naturally long documents for the stages of mid-training: files of more than 20,000 characters.
+CURRICULUM := runs/curriculum
+STEPTRON := $(PY) -m steptron
+METADATA := --metadata-fields content_type,language,domain,source
+curriculum: setup ## all stages of configs/pretrain/tiny-curriculum.yaml: base, annealing, longer context, MTP
+	@test -e $(CURRICULUM)/corpus.jsonl || $(STEPTRON) data stdlib-corpus $(CURRICULUM)/corpus.jsonl
+	@test -d $(CURRICULUM)/long || $(STEPTRON) data filter $(CURRICULUM)/corpus.jsonl --config configs/data/long-documents.yaml --output $(CURRICULUM)/long
+	@test -d $(CURRICULUM)/data || $(STEPTRON) data build $(CURRICULUM)/corpus.jsonl --output $(CURRICULUM)/data --train-tokenizer 4096 $(METADATA)
+	@test -d $(CURRICULUM)/mid-data || $(STEPTRON) data build $(CURRICULUM)/long/kept --output $(CURRICULUM)/mid-data --tokenizer $(CURRICULUM)/data $(METADATA)
+	@$(STEPTRON) config show configs/pretrain/tiny-curriculum.yaml --plot $(CURRICULUM)/schedule.png | sed -n '/^#/p'
+	$(STEPTRON) pretrain configs/pretrain/tiny-curriculum.yaml $(CURRICULUM_ARGS)
 
 test: setup ## run the test suite; installs Chromium and PostgreSQL's server where they are missing
 	@sh tools/chromium_for_tests.sh >/dev/null && sh tools/postgres_for_tests.sh install

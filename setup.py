@@ -42,7 +42,8 @@ setup(
     + find_packages(str(METRICS.parent), include=["steptron_metrics", "steptron_metrics.*"]),
     package_dir={"steptron_kernels": str(KERNELS), "steptron_metrics": str(METRICS)},
     package_data={
-        "steptron_metrics": ["protocol/*", "storage/migrations/*", "alerts/*.yaml", "http/page/*", "http/page/**/*"]
+        "steptron": ["data/chat/templates/*.yaml"],
+        "steptron_metrics": ["protocol/*", "storage/migrations/*", "alerts/*.yaml", "http/page/*", "http/page/**/*"],
     },
     cmdclass={"editable_wheel": EditableWheel, **commands},
     **options,

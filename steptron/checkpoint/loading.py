@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,11 +22,14 @@ from steptron.platform.distributed import gather_to_all
 from steptron.platform.random_state import set_random_states
 
 
-def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> Progress:
+def load(
+    folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh, newly_trained: Collection[str] = ()
+) -> Progress:
     """Restores parameters, router biases, optimizer state and random generators; returns how far the run had come.
 
     Generators go on where each rank's stopped when as many processes load as have saved; otherwise they stay as they
-    are. Optimizer state of parameters that the run has frozen since is left out. Collective.
+    are. Optimizer state of parameters that the run has frozen since is left out, and that of ``newly_trained`` logical
+    matrices begins as a new run's does. Collective.
 
     Raises:
         UserError: on every rank: the checkpoint cannot be read, or does not fit: the message names every tensor that
@@ -35,15 +38,26 @@ def load(folder: Path, model: ModelChunks, optimizer: Optimizer, mesh: Mesh) -> 
     manifest = read_manifest(folder)
     if manifest.progress is None:
         raise UserError(f"{folder} holds a model alone, not the state of a run")
-    tensors = model_tensors(model, mesh) | optimizer_tensors(optimizer)
+    state = optimizer_tensors(optimizer)
+    state = {key: tensor for key, tensor in state.items() if matrix_name(tensor.key) not in newly_trained}
+    tensors = model_tensors(model, mesh) | state
     stored = _stored(folder)
     _check_matches(folder, model, tensors, stored)
     states = {key: state for key, state in random_tensors().items() if stored.get(key) == _form(state)}
     load_tensors(folder, tensors | states)
+    start_masters(optimizer, newly_trained)
     if states:
         set_random_states({key.removeprefix("random."): state.data[0] for key, state in states.items()})
     optimizer.set_num_steps(manifest.optimizer_steps)
     return manifest.progress
+
+
+@torch.no_grad()
+def start_masters(optimizer: Optimizer, matrices: Collection[str]) -> None:
+    """Sets the fp32 weights behind narrower parameters that hold any of these logical matrices to their values."""
+    for state in optimizer.state().get("master", ()):
+        if any(part.matrix.name in matrices for part in state.owned.piece.shard.matrices):
+            state.tensor.copy_(state.owned.weight)
 
 
 @torch.no_grad()

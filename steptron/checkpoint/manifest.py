@@ -49,6 +49,24 @@ class Progress:
         return self.consumed_sequences + self.left_out_sequences
 
 
+class StageRecord(BaseModel):
+    """A stage of a run.
+
+    Attributes:
+        name: of the stage.
+        first_sequence: sequences of the stages before.
+        sequences: that it takes in all.
+        ends: it ends with this checkpoint.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    first_sequence: int
+    sequences: int
+    ends: bool
+
+
 class Manifest(BaseModel):
     """Content of ``steptron.json``, the file that is written last.
 
@@ -63,6 +81,7 @@ class Manifest(BaseModel):
         validation_loss: cross entropy of the main head at this step, nats; None if it was not validated.
         requested: an alert asked for it.
         datasets: content hashes of the training datasets, in their order.
+        stage: of the run's curriculum that wrote it; None where it has none.
         files: every other file of the folder, by name.
     """
 
@@ -80,6 +99,7 @@ class Manifest(BaseModel):
     validation_loss: float | None = None
     requested: bool = False
     datasets: list[str] = []
+    stage: StageRecord | None = None
     files: dict[str, FileSum]
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from steptron.checkpoint.manifest import Manifest
+from steptron.config.differences import differences as all_differences
 from steptron.config.schema import PretrainConfig, RoleOptimizerConfig, Section
 from steptron.errors import UserError
-from steptron.model.layer_spec import model_spec
+from steptron.model.layer_spec import model_spec, trained_parameters
 from steptron.optim.rules import TRAINED_ROLES, rule_of
 
 _FIXED = ("model.", "optimizer.name", "train.precision")
@@ -43,7 +44,7 @@ def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, data
             both values.
     """
     roles = saved.optimizer.roles | now.optimizer.roles
-    found = list(_differences(_with_roles(saved, roles), _with_roles(now, roles), ""))
+    found = list(_lines(_with_roles(saved, roles), _with_roles(now, roles), ""))
     fixed = [text for key, text in found if key.startswith(_FIXED) and not key.startswith(_FREE)]
     if not fixed:
         fixed = list(_other_algorithms(saved, now))
@@ -61,6 +62,15 @@ def changes(saved: PretrainConfig, now: PretrainConfig, manifest: Manifest, data
             if before != after
         ]
     return noted
+
+
+def newly_trained(saved: PretrainConfig, now: PretrainConfig) -> frozenset[str]:
+    """Logical matrices that get gradients now and had none before: a checkpoint has no optimizer state of them."""
+    before, after = (
+        {matrix.name for parameter in trained_parameters(config) for matrix in parameter.matrices}
+        for config in (saved, now)
+    )
+    return frozenset(after - before)
 
 
 def _other_algorithms(saved: PretrainConfig, now: PretrainConfig) -> Iterator[str]:
@@ -83,12 +93,9 @@ def _with_roles(config: PretrainConfig, roles: Iterable[str]) -> dict[str, Any]:
 
 def differences(saved: Section, now: Section, key: str) -> list[str]:
     """What differs between two sections of the same kind, a line for each value; ``key`` is their dotted name."""
-    return [text for _, text in _differences(saved.model_dump(mode="json"), now.model_dump(mode="json"), key)]
+    return [text for _, text in _lines(saved.model_dump(mode="json"), now.model_dump(mode="json"), key)]
 
 
-def _differences(saved: object, now: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(saved, dict) and isinstance(now, dict):
-        for name in sorted(saved.keys() | now.keys()):
-            yield from _differences(saved.get(name), now.get(name), f"{key}.{name}" if key else str(name))
-    elif saved != now:
-        yield key, f"{key}: {saved} before, {now} now"
+def _lines(saved: object, now: object, key: str) -> Iterator[tuple[str, str]]:
+    for name, before, after in all_differences(saved, now, key):
+        yield name, f"{name}: {before} before, {after} now"

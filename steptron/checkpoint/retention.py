@@ -20,11 +20,13 @@ class Kept:
         step: optimizer steps.
         validation_loss: nats; None where it was not validated.
         requested: an alert asked for it.
+        ends_stage: the last of a stage of the run.
     """
 
     step: int
     validation_loss: float | None = None
     requested: bool = False
+    ends_stage: bool = False
 
 
 def superfluous(checkpoints: Iterable[Kept], rule: CheckpointConfig) -> list[int]:
@@ -32,7 +34,7 @@ def superfluous(checkpoints: Iterable[Kept], rule: CheckpointConfig) -> list[int
 
     Kept are the newest ``keep``, those at multiples of ``keep_every_steps``, and the ``keep_best`` of lowest
     validation loss, the later one of equals; besides, the newest ``keep_requested`` that alerts have asked for, and of
-    each the one before it: what an alert has seen may have begun earlier.
+    each the one before it: what an alert has seen may have begun earlier. The last one of each stage is kept for good.
     """
     steps = sorted(checkpoints, key=lambda kept: kept.step)
     regular = [kept for kept in steps if not kept.requested]
@@ -42,7 +44,7 @@ def superfluous(checkpoints: Iterable[Kept], rule: CheckpointConfig) -> list[int
     newest |= {kept.step for kept in steps[-1:]}  # a run goes on from the newest, whoever asked for it
     validated = [kept for kept in steps if kept.validation_loss is not None]
     best = sorted(validated, key=lambda kept: (kept.validation_loss, -kept.step))[: rule.keep_best]
-    stays = newest | {kept.step for kept in best}
+    stays = newest | {kept.step for kept in best} | {kept.step for kept in steps if kept.ends_stage}
     every = rule.keep_every_steps
     return [kept.step for kept in steps if kept.step not in stays and not (every and kept.step % every == 0)]
 
@@ -79,6 +81,11 @@ def prune(output: Path, rule: CheckpointConfig, damaged: Collection[Path] = ()) 
 def _read(folder: Path) -> Kept | None:
     try:
         manifest = read_manifest(folder)
-        return Kept(step_of(folder), manifest.validation_loss, manifest.requested)
+        return Kept(
+            step_of(folder),
+            manifest.validation_loss,
+            manifest.requested,
+            manifest.stage is not None and manifest.stage.ends,
+        )
     except UserError:
         return None

@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 import steptron
 from steptron.checkpoint.checksums import FileSum, file_sums
 from steptron.checkpoint.folder import checkpoint_folder, delete_partial_folders, staging
-from steptron.checkpoint.manifest import CONFIG, Manifest, Progress, write_manifest
+from steptron.checkpoint.manifest import CONFIG, Manifest, Progress, StageRecord, write_manifest
 from steptron.checkpoint.matrices import what_failed
 from steptron.checkpoint.planner import Buckets, Plan, Planner
 from steptron.checkpoint.tensor_file import write_tensor_file
 from steptron.checkpoint.tensors import model_tensors, optimizer_tensors, random_tensors
 from steptron.config.schema import PretrainConfig
 from steptron.config.show import to_yaml
+from steptron.config.stages import Stage
 from steptron.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from steptron.errors import UserError
 from steptron.model.chunks import ModelChunks
@@ -55,9 +56,11 @@ class Saver:
         config: the run's configuration, which checkpoints carry.
         datasets: content hashes of the training datasets.
         mesh: this process's place in the layout.
+        stage: of the run's curriculum, if it has one; ``config`` is then the stage's.
     """
 
-    def __init__(self, config: PretrainConfig, datasets: Sequence[str], mesh: Mesh) -> None:
+    def __init__(self, config: PretrainConfig, datasets: Sequence[str], mesh: Mesh, stage: Stage | None = None) -> None:
+        self._stage = stage
         self._config = config
         self._datasets = list(datasets)
         self._mesh = mesh
@@ -96,6 +99,7 @@ class Saver:
             validation_loss=validation_loss,
             requested=requested,
             datasets=self._datasets,
+            stage=None if self._stage is None else _record(self._stage, progress.step),
             files={},
         )
         self._pending = _begin(temporary, manifest, tensors, self._planner, changing=True)
@@ -188,6 +192,15 @@ def save(
     saver = Saver(config, datasets, mesh)
     saver.start(progress, model, optimizer)
     return saver.finish()
+
+
+def _record(stage: Stage, step: int) -> StageRecord:
+    return StageRecord(
+        name=stage.name,
+        first_sequence=stage.first_sequence,
+        sequences=stage.sequences,
+        ends=step == stage.last_step,
+    )
 
 
 def stamp() -> dict[str, str]:

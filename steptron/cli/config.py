@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from steptron.config.checks import check as run_checks
-from steptron.config.checks import smallest_world_size
+from steptron.config.checks import check_stages, smallest_world_size
 from steptron.config.loader import load
 from steptron.config.reference import FieldReference, field_references, is_below
 from steptron.config.schema import OptimizerConfig, PretrainConfig
 from steptron.config.show import render, render_json
-from steptron.config.summary import summary
+from steptron.config.summary import describe_stage, summary
 from steptron.errors import UserError
 from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES, rule_of
+from steptron.planning.fitting import check_memory
 
 app = typer.Typer(no_args_is_help=True, help="Show and check a configuration, and list its fields.")
 
@@ -30,10 +30,31 @@ def show(
     file: File,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    png: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="PNG", help="Draw learning rate, batch, context and mixture over the tokens."),
+    ] = None,
 ) -> None:
-    """Print every value with its source. The output is a configuration file itself."""
+    """Print every value with its source, and the schedule of a run with stages as a table.
+
+    The output is a configuration file itself; the table stands in it as a comment.
+    """
     loaded = load(file, overrides or ())
-    typer.echo(render_json(loaded) if as_json else render(loaded), nl=as_json)
+    if png is not None:
+        from steptron.planning import timetable
+
+        try:
+            timetable.plot(loaded.curriculum, png)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--plot {png}: {error}") from error
+    if as_json:
+        typer.echo(render_json(loaded))
+        return
+    if loaded.curriculum.is_staged:
+        from steptron.planning.timetable import table
+
+        typer.echo("".join(f"# {line}\n" for line in table(loaded.curriculum)))
+    typer.echo(render(loaded), nl=False)
 
 
 @app.command()
@@ -47,14 +68,23 @@ def check(
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device to check for; auto is what this machine has.")
     ] = "auto",
     data: Annotated[bool, typer.Option("--data", help="Also check that the dataset folders are there.")] = False,
+    memory: Annotated[
+        float | None, typer.Option(min=0, help="Memory of a device in GiB: also check that every stage fits it.")
+    ] = None,
 ) -> None:
     """Check a configuration without starting anything: print "ok" with a summary, or every problem."""
-    config = load(file, overrides or ()).config
-    processes = world_size if world_size is not None else smallest_world_size(config.parallel)
-    run_checks(config, processes, device, check_data=data)
+    curriculum = load(file, overrides or ()).curriculum
+    parallel = curriculum.stages[0].config.parallel
+    processes = world_size if world_size is not None else smallest_world_size(parallel)
+    check_stages(curriculum, processes, device, check_data=data)
+    if memory is not None:
+        check_memory(curriculum, processes, None if device == "auto" else device, memory)
     typer.echo(f"ok: {file} on {processes} process{'' if processes == 1 else 'es'}")
-    for line in summary(config, processes):
-        typer.echo(f"  {line}")
+    for stage in curriculum.stages:
+        if stage.name:
+            typer.echo(f"  stage     {describe_stage(stage, curriculum)}")
+        for line in summary(stage.config, processes):
+            typer.echo(f"  {line}")
 
 
 @app.command()

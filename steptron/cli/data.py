@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from steptron.cli.building import print_bad_input, progress_bar, system_errors_named, terminal
+from steptron.cli.data_filter import filter_command
 from steptron.cli.interruption import terminated_like_interrupted
 from steptron.data.limits import LARGEST_VOCABULARY, SMALLEST_TOKENIZER_SAMPLE
 
@@ -19,14 +21,16 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from steptron.data.build import BadInputLog, BuildResult, Progress
+    from steptron.data.build import BuildResult
     from steptron.data.dataset import Split
+    from steptron.data.index_cache import OrderFile
     from steptron.data.inspection import TextRun
     from steptron.data.manifest import Manifest
 
 app = typer.Typer(name="data", help="Build and inspect datasets.", no_args_is_help=True)
 tokenizer_app = typer.Typer(name="tokenizer", help="Train tokenizers.", no_args_is_help=True)
 app.add_typer(tokenizer_app)
+app.command(name="filter")(filter_command)
 
 _Inputs = Annotated[list[Path], typer.Argument(help="folders, text files, JSONL (plain, .gz, .zst), Parquet files")]
 _Glob = Annotated[
@@ -63,6 +67,14 @@ def build(
     spans_field: Annotated[
         str, typer.Option(help="field or column of start-end pairs: characters that do not count in the loss")
     ] = "masked_spans",
+    metadata_fields: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="fields or columns that documents begin with, where they have them, such as "
+            "content_type,language,domain,source",
+        ),
+    ] = "",
     max_bad_fraction: Annotated[float, typer.Option(help="share of bad documents that is accepted")] = 0.01,
     glob: _Glob = None,
     tokenizer_bytes: _TokenizerBytes = 2_000_000_000,
@@ -82,19 +94,19 @@ def build(
         tokenizer_bytes=tokenizer_bytes,
         workers=workers or len(os.sched_getaffinity(0)),
         validation_fraction=validation_fraction,
-        fields=Fields(text_field, spans_field),
+        fields=Fields(text_field, spans_field, tuple(metadata_fields.split(",")) if metadata_fields else ()),
         max_bad_fraction=max_bad_fraction,
         pattern=glob,
         seed=seed,
         force=force,
     )
-    console = _console()
-    with _system_errors_named(output), terminated_like_interrupted():
+    console = terminal()
+    with system_errors_named(output), terminated_like_interrupted():
         try:
-            with _progress_bar(console) as report:
+            with progress_bar(console) as report:
                 result = build_dataset(options, report)
         except TooManyBadDocuments as error:
-            _print_bad_input(console, error.bad)
+            print_bad_input(console, error.bad)
             raise
     _print_build(console, output, result)
     if train_tokenizer is not None:
@@ -118,20 +130,29 @@ def build_index(
     from steptron.config.loader import load
     from steptron.data.errors import DataError
     from steptron.data.index_cache import IndexCache
-    from steptron.data.sampler import SampleSource, validation_datasets
-    from steptron.train.batch_schedule import BatchSchedule
+    from steptron.data.sampler import validation_datasets
+    from steptron.data.sources import open_source
+    from steptron.data.spans import spans
 
-    config = load(file, overrides or ()).config
+    curriculum = load(file, overrides or ()).curriculum
+    config = curriculum.stages[0].config
     data, folder = config.data, config.data.index_cache
     if folder is None:
         raise DataError(f"{file}: data.index_cache is not set: name the folder that the orders are written to")
-    batches, console = BatchSchedule(config.train), _console()
-    start, stop = (batches.consumed_after(steps) for steps in (from_step, config.train.steps))
-    files = list(SampleSource(data.train, "train", data).order_files(start, stop))
-    if datasets := validation_datasets(data):
-        wanted = config.train.validation.batches * config.train.global_batch_size
-        files += SampleSource(datasets, "validation", data).order_files(0, wanted)
-    with _system_errors_named(folder), terminated_like_interrupted(), _order_progress_bar(console) as report:
+    console = terminal()
+    named: dict[str, OrderFile] = {}
+    for stage, read in zip(curriculum.stages, spans(curriculum.stages), strict=True):
+        data, train = stage.config.data, stage.config.train
+        if from_step < stage.last_step and data.packing == "stream":
+            begun = stage.consumed_before(max(from_step, stage.first_step)) - stage.first_sequence
+            source = open_source(data.train, "train", data, spans=read if stage.name else None)
+            named |= {order.name: order for order in source.order_files(begun, stage.sequences)}
+            if datasets := validation_datasets(data):
+                wanted = train.validation.batches * train.global_batch_size
+                orders = open_source(datasets, "validation", data).order_files(0, wanted)
+                named |= {order.name: order for order in orders}
+    files = list(named.values())
+    with system_errors_named(folder), terminated_like_interrupted(), _order_progress_bar(console) as report:
         cache = IndexCache(folder, config.parallel.timeout_seconds, report)
         for order in files:
             did = cache.prepare(order)
@@ -159,8 +180,8 @@ def inspect(
     from steptron.data.inspection import SPLITS, check_files
     from steptron.data.manifest import read_manifest
 
-    console = _console()
-    with _system_errors_named(folder):
+    console = terminal()
+    with system_errors_named(folder):
         if split not in SPLITS:
             raise DataError(f"--split {split}: must be one of {', '.join(SPLITS)}")
         if (sample is None) != (sequence_length is None):
@@ -188,14 +209,14 @@ def stdlib_corpus(
     from steptron.data.readers import recorded_name
     from steptron.data.stdlib_corpus import collect
 
-    with _system_errors_named(output):
+    with system_errors_named(output):
         report = collect(output, minimum_bytes)
     added = (
         f", of which {report.package_documents:,} files ({report.package_bytes / 1e6:.1f} MB) from installed packages"
         if report.package_documents
         else ""
     )
-    _console().print(
+    terminal().print(
         f"{recorded_name(report.path)}: {report.documents:,} files, {report.bytes / 1e6:.1f} MB of Python source{added}"
         f" ({report.skipped} empty or undecodable files left out)",
         soft_wrap=True,
@@ -222,13 +243,13 @@ def train_tokenizer_command(
     from steptron.data.readers import Fields, find_files, recorded_name
     from steptron.platform.staging import staging_file
 
-    console = _console()
-    with _system_errors_named(output):
+    console = terminal()
+    with system_errors_named(output):
         if output.exists() and (output.is_dir() or not force):
             raise DataError(f"{output}: exists; name another file{'' if output.is_dir() else ', or use --force'}")
         files, _ = find_files(inputs, glob)
         with staging_file(output) as partial:
-            with _progress_bar(console) as report:
+            with progress_bar(console) as report:
                 training = train_tokenizer_on(files, Fields(text=text_field), vocab_size, tokenizer_bytes, report)
             for document in training.bad[:10]:
                 place = document.file if document.line is None else f"{document.file}:{document.line}"
@@ -241,68 +262,6 @@ def train_tokenizer_command(
     size = training.tokenizer.vocab_size
     console.print(f"{recorded_name(output)}: {size:,} tokens", soft_wrap=True, highlight=False)
     _print_missing_tokens(console, size, vocab_size)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False)  # paths and text are shown as they are
-
-
-@contextlib.contextmanager
-def _system_errors_named(path: Path) -> Iterator[None]:
-    """Turns an error of the operating system into a DataError of one line.
-
-    Args:
-        path: named where the error names no file, as that of a full disk.
-    """
-    from steptron.data.errors import DataError
-
-    try:
-        yield
-    except (FileExistsError, NotADirectoryError) as error:
-        raise DataError(f"{error.filename or path}: not a folder; name another place") from error
-    except OSError as error:
-        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _progress_bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Yields the function that shows progress: documents, bytes on disk, MB/s, time left."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TaskID,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[documents]:,} docs, {task.fields[bad]:,} bad"),
-        TimeRemainingColumn(),
-    )
-    tasks: dict[str, TaskID] = {}
-    with Bars(*columns, console=console) as bars:
-
-        def report(progress: Progress) -> None:
-            if progress.phase not in tasks:
-                tasks[progress.phase] = bars.add_task(
-                    progress.phase, total=progress.total_file_bytes, documents=0, bad=0
-                )
-            bars.update(
-                tasks[progress.phase],
-                completed=progress.file_bytes,
-                documents=progress.documents,
-                bad=progress.bad_documents,
-            )
-
-        yield report
 
 
 @contextlib.contextmanager
@@ -323,18 +282,6 @@ def _order_progress_bar(console: Console) -> Iterator[Callable[[str, int, int], 
         yield report
 
 
-def _print_bad_input(console: Console, bad: BadInputLog) -> None:
-    from rich.text import Text
-
-    for kind, count in bad.counts.items():
-        console.print(Text(f"{count:,} × {kind}", style="bold yellow"))
-        for example in bad.examples[kind]:
-            place = example.file if example.line is None else f"{example.file}:{example.line}"
-            console.print(Text(f"  {place}: {example.message}"), soft_wrap=True)
-        if count > len(bad.examples[kind]):
-            console.print(Text(f"  ... and {count - len(bad.examples[kind]):,} more"))
-
-
 def _print_missing_tokens(console: Console, size: int, asked: int) -> None:
     if size < asked:
         console.print(f"The text offers no more than {size:,} tokens; {asked:,} were asked for.")
@@ -344,7 +291,7 @@ def _print_build(console: Console, output: Path, result: BuildResult) -> None:
     from steptron.data.readers import recorded_name
 
     if result.bad.total:
-        _print_bad_input(console, result.bad)
+        print_bad_input(console, result.bad)
         console.print(
             f"{result.bad.total:,} bad documents were left out; all of them: {recorded_name(result.bad.path)}",
             soft_wrap=True,
@@ -376,6 +323,7 @@ def _print_manifest(console: Console, folder: Path, manifest: Manifest) -> None:
         ("documents", [f"{record.documents:,}" for record in records]),
         ("tokens", [f"{record.tokens:,}" for record in records]),
         ("masked tokens", [f"{record.masked_tokens:,}" for record in records]),
+        ("tokens of metadata", [f"{record.metadata_tokens or 0:,}" for record in records]),
         ("bytes of text", [f"{record.bytes:,}" for record in records]),
         ("bytes per token", [f"{record.bytes / max(record.tokens, 1):.3f}" for record in records]),
         ("unigram entropy, nats per token", [f"{record.unigram_entropy:.4f}" for record in records]),
@@ -435,7 +383,8 @@ def _print_documents(console: Console, folder: Path, split: Split, count: int) -
     for number in range(min(count, dataset.num_documents)):
         tokens_T, counts_T = dataset.document(number)
         console.rule(f"{split} document {number}: {tokens_T.size:,} tokens")
-        console.print(_marked(text_runs(tokenizer, tokens_T, counts_T)), soft_wrap=True)
+        runs = text_runs(tokenizer, tokens_T, counts_T, dataset.metadata_tokens(number))
+        console.print(_marked(runs), soft_wrap=True)
 
 
 def _print_sample(console: Console, folder: Path, split: Split, number: int, sequence_length: int, seed: int) -> None:
@@ -462,7 +411,9 @@ def _marked(runs: list[TextRun]) -> Text:
 
     text = Text()
     for run in runs:
-        if run.counts:
+        if run.metadata:
+            text.append(f"⟪{run.text}⟫", style="black on cyan")
+        elif run.counts:
             text.append(run.text)
         else:
             text.append(f"⟦{run.text}⟧", style="black on yellow")

@@ -13,7 +13,7 @@ import typer
 
 from steptron.cli import inspection
 from steptron.cli.tensors import tensors
-from steptron.config.loader import Loaded, load
+from steptron.config.loader import Loaded, has_stages, load
 from steptron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def load_model_file(file: Path, overrides: list[str]) -> tuple[PretrainConfig, b
     """Loads a model file or a whole configuration; whether the sequence length is assumed, too."""
     if not os.path.isfile(file):  # Path.is_file raises for some names, such as too long ones
         raise UserError(f"{file}: there is no such file")
+    if has_stages(file):
+        return load(file, overrides).config, False
     with tempfile.TemporaryDirectory() as folder:
         assumed, wrapper = Path(folder, "assumed.yaml"), Path(folder, "wrapper.yaml")
         assumed.write_text(_ASSUMED, encoding="utf-8")
@@ -92,7 +94,7 @@ def load_model_file(file: Path, overrides: list[str]) -> tuple[PretrainConfig, b
             loaded: Loaded = load(wrapper, overrides)
         except ConfigError as error:
             raise ConfigError(str(file), error.problems) from error
-        return loaded.config, loaded.sources["data.sequence_length"].file == str(assumed.resolve())
+        return loaded.config, loaded.sources[0]["data.sequence_length"].file == str(assumed.resolve())
 
 
 def _print_layers(console: Console, spec: ModelSpec) -> None:

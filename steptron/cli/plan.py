@@ -49,6 +49,7 @@ def plan(
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Number of processes; the fewest that the layout takes when not given.")
     ] = None,
+    stage: Annotated[str | None, typer.Option(help="Stage of a run with stages; the first when not given.")] = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Build this rank on this machine and show what it holds.")
     ] = None,
@@ -75,7 +76,7 @@ def plan(
     from steptron.planning.memory import assume
     from steptron.planning.plan import check_elsewhere, plan_layout, plan_rank
 
-    config = load(file, overrides or ()).config
+    config = load(file, overrides or ()).stage(stage).config
     processes = world_size if world_size is not None else smallest_world_size(config.parallel)
     assumed = assume(config, None if device == "auto" else device, imbalance)
     check_elsewhere(config, processes, assumed)

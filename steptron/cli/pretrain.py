@@ -24,6 +24,10 @@ def pretrain(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="With --nproc: how often all processes start again after one has died or failed.")
     ] = 0,
+    through: Annotated[
+        str | None,
+        typer.Option(metavar="STAGE", help="End with this stage, as if it were the run's last."),
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(metavar="STEPS", help="Steps to profile, such as 20, 20-22 or 20-22,100; see docs/profiling.md."),
@@ -46,7 +50,7 @@ def pretrain(
 
     # Before anything that takes time: whoever asks while the run starts is heard.
     with StopRequest() as stop:
-        code = _pretrain(stop, file, overrides or [], nproc, fresh, max_restarts, profile, profile_ranks)
+        code = _pretrain(stop, file, overrides or [], nproc, fresh, max_restarts, through, profile, profile_ranks)
     raise typer.Exit(code)
 
 
@@ -57,11 +61,12 @@ def _pretrain(
     nproc: int | None,
     fresh: bool,
     max_restarts: int,
+    through: str | None,
     profile: str | None,
     profile_ranks: str | None,
 ) -> int:
     """The command, with its arguments; returns the exit code."""
-    from steptron.config.checks import check
+    from steptron.config.checks import check_stages
     from steptron.config.loader import load
     from steptron.errors import UserError
     from steptron.platform import launch
@@ -69,7 +74,8 @@ def _pretrain(
     from steptron.profiling.request import parse_request
     from steptron.train.stop import STOPPED_EXIT_CODE
 
-    config = load(file, overrides).config
+    curriculum = load(file, overrides).through(through)
+    config = curriculum.stages[0].config
     if config.parallel.tensor > 1:
         # Kernels then start in the order in which they were queued, so that a gather that should run beside a
         # product is not kept waiting behind it. Read by the CUDA driver when it starts, which the checks may do.
@@ -78,8 +84,8 @@ def _pretrain(
     world_size = joined or nproc or 1
     if profile_ranks is not None and profile is None:
         raise UserError("--profile-ranks says which ranks profile; add --profile to say which steps")
-    request = None if profile is None else parse_request(profile, profile_ranks, config.train.steps, world_size)
-    check(config, world_size=world_size, check_data=True)
+    request = None if profile is None else parse_request(profile, profile_ranks, curriculum.steps, world_size)
+    check_stages(curriculum, world_size=world_size, check_data=True)
     if joined is not None and max_restarts:
         raise UserError(
             "--max-restarts is for processes that --nproc starts: give it to torchrun (--max-restarts) instead"
@@ -87,7 +93,7 @@ def _pretrain(
     if joined is None and (world_size > 1 or max_restarts):
         run = ["pretrain", str(file), *overrides]
         options: list[str] = []
-        for option, value in (("--profile", profile), ("--profile-ranks", profile_ranks)):
+        for option, value in (("--through", through), ("--profile", profile), ("--profile-ranks", profile_ranks)):
             options += [] if value is None else [option, value]
         return launch.run_local(
             world_size,
@@ -109,7 +115,7 @@ def _pretrain(
     device, store = distributed.start(config.train.device, config.train.threads, timeout)
 
     from steptron.platform.watch import Watch
-    from steptron.train.loop import Pretraining
+    from steptron.train.loop import pretrain as train
     from steptron.train.run_lock import run_lock_of_all
 
     hang_after = faults.hang_after_seconds or 0.8 * timeout
@@ -122,7 +128,7 @@ def _pretrain(
         else:
             with run_lock_of_all(config.train.output):
                 # What torchrun starts again goes on from what there is by now.
-                complete = Pretraining(config, device, fresh and attempt() == 0, request, watch.progress).run(stop)
+                complete = train(curriculum, device, stop, fresh and attempt() == 0, request, watch.progress)
     distributed.shutdown()
     # The interpreter's end takes its time, too.
     stop.ignore_further()

@@ -14,6 +14,7 @@ from steptron.config.layout import AttentionKind, parse_layout
 from steptron.config.pipeline_layout import parse_pipeline_layout
 from steptron.config.recompute import parse_layers
 from steptron.config.schema import (
+    DataConfig,
     LossConfig,
     ModelConfig,
     MtpConfig,
@@ -23,9 +24,11 @@ from steptron.config.schema import (
     TelemetryConfig,
     TrainConfig,
 )
+from steptron.config.stages import Curriculum
 from steptron.errors import ConfigError
-from steptron.model.layer_spec import ParameterRole, model_spec
+from steptron.model.layer_spec import ParameterRole, model_spec, trained_parameters
 from steptron.optim.rules import ORTHOGONALISABLE, TRAINED_ROLES
+from steptron.optim.schedule import warmup_steps
 from steptron.telemetry.quantities import DEFAULTS
 from steptron_kernels.extension import has_fast_bf16, why_unfit
 
@@ -62,6 +65,8 @@ def check(
         *_experts(config),
         *_balance(config),
         *_loss(config),
+        *_freezing(config),
+        *_metadata(config),
         *_parallel(config, world_size),
         *_expert_communication(config, device),
         *_batch(config, world_size),
@@ -74,11 +79,48 @@ def check(
         *_missing_weights(config),
         *_faults(config),
         *_index_cache(config.data.index_cache),
+        *_packing(config.data),
         *_telemetry(config.telemetry),
         *(_data_folders(config) if check_data else ()),
     ]
     if problems:
         raise ConfigError(f"configuration for {world_size} process{'' if world_size == 1 else 'es'}", problems)
+
+
+def check_stages(
+    curriculum: Curriculum,
+    world_size: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    *,
+    check_data: bool = False,
+) -> None:
+    """Refuses a run of which some stage cannot run; see :func:`check`.
+
+    Raises:
+        ConfigError: lists every problem, each once, with the first stage that has it.
+    """
+    problems: dict[str, str] = {}
+    title = ""
+    for stage in curriculum.stages:
+        try:
+            check(stage.config, world_size, device, check_data=check_data)
+        except ConfigError as error:
+            title = error.title
+            for problem in error.problems:
+                problems.setdefault(problem, f"stage {stage.name}: {problem}" if stage.name else problem)
+        if stage.clone_mtp and (stage.number == 0 or stage.config.loss.mtp_train_depths < 2):
+            text = (
+                f"stages.{stage.number}.clone_mtp copies MTP depth 1, which an earlier stage has trained, to others "
+                "that this one trains: it needs a stage before it and loss.mtp_train_depths of at least 2"
+            )
+            title, problems[text] = title or f"stage {stage.name}", text
+    data = [stage.config.data for stage in curriculum.stages]
+    # The folder is the run's: stages that pack have no use for it, others may.
+    if data[0].index_cache is not None and all(own.packing == "best_fit" for own in data):
+        text = "data.index_cache is set, but data.packing is best_fit, which processes compute in memory: leave it out"
+        title, problems[text] = title or "configuration", text
+    if problems:
+        raise ConfigError(title, list(problems.values()))
 
 
 def smallest_world_size(parallel: ParallelConfig) -> int:
@@ -239,6 +281,11 @@ def _balance(config: PretrainConfig) -> Iterator[str]:
             "balance.bias.decay_start_step and balance.bias.decay_steps belong together: set both or neither "
             f"(they are {_or_unset(bias.decay_start_step)} and {_or_unset(bias.decay_steps)})"
         )
+    if bias.final_rate is not None and bias.decay_steps is not None:
+        yield (
+            f"balance.bias.final_rate ({bias.final_rate}) and balance.bias.decay_steps ({bias.decay_steps}) are two "
+            "ways to decay: set one"
+        )
     if bias.rate == 0 and bias.decay_steps is not None:
         yield "balance.bias.decay_steps is set, but balance.bias.rate is 0: there is nothing to decay, leave it out"
     if balance.freeze_router and bias.rate > 0:
@@ -260,6 +307,25 @@ def _asked(section: Section, weight: str) -> bool:
 
 def _or_unset(value: int | None) -> str:
     return "unset" if value is None else str(value)
+
+
+def _metadata(config: PretrainConfig) -> Iterator[str]:
+    if config.data.metadata_in_loss_tokens is not None and config.data.metadata != "in_loss":
+        yield (
+            f"data.metadata_in_loss_tokens ({config.data.metadata_in_loss_tokens}) says until when metadata are in the "
+            f"loss, but data.metadata is {config.data.metadata}: leave it out"
+        )
+
+
+def _freezing(config: PretrainConfig) -> Iterator[str]:
+    if not config.train.freeze_backbone:
+        return
+    if config.loss.mtp_train_depths == 0:
+        yield "train.freeze_backbone leaves MTP alone to train, but loss.mtp_train_depths is 0: nothing would train"
+    if not config.balance.freeze_router:
+        yield "train.freeze_backbone keeps routers and their biases as they are: set balance.freeze_router to true too"
+    if config.optimizer.weight_clipping.threshold is not None:
+        yield "train.freeze_backbone keeps experts as they are, but optimizer.weight_clipping.threshold would clip them"
 
 
 def _loss(config: PretrainConfig) -> Iterator[str]:
@@ -535,7 +601,7 @@ def _optimizer(config: PretrainConfig) -> Iterator[str]:
 def _roles(config: PretrainConfig) -> Iterator[str]:
     """What ``optimizer.roles`` says must name parameters that the run trains, and be possible for them."""
     optimizer = config.optimizer
-    parameters = model_spec(config.model).trained_parameters(config.loss.mtp_train_depths, config.balance.freeze_router)
+    parameters = trained_parameters(config)
     trained = {matrix.role for parameter in parameters for matrix in parameter.matrices}
     for name, own in optimizer.roles.items():
         field = f"optimizer.roles.{name}"
@@ -578,6 +644,11 @@ def _schedule(config: PretrainConfig) -> Iterator[str]:
     optimizer, schedule, steps = config.optimizer, config.optimizer.schedule, config.train.steps
     if schedule.warmup_steps >= steps:
         yield f"optimizer.schedule.warmup_steps ({schedule.warmup_steps}) must be less than train.steps ({steps})"
+    if schedule.warmup_steps and schedule.warmup_fraction:
+        yield (
+            f"optimizer.schedule.warmup_steps ({schedule.warmup_steps}) and warmup_fraction "
+            f"({schedule.warmup_fraction}) say the same: set one"
+        )
     if schedule.kind == "cosine" and schedule.min_lr > optimizer.lr:
         yield f"optimizer.schedule.min_lr ({schedule.min_lr}) must not exceed optimizer.lr ({optimizer.lr})"
     if schedule.kind != "cosine" and schedule.min_lr > 0:
@@ -591,7 +662,7 @@ def _schedule(config: PretrainConfig) -> Iterator[str]:
             "leave it out or set the kind to staged"
         )
     if schedule.kind == "staged":
-        covered = schedule.warmup_steps + sum(segment.steps for segment in schedule.segments)
+        covered = warmup_steps(schedule, steps) + sum(segment.steps for segment in schedule.segments)
         if not schedule.segments:
             yield "optimizer.schedule.segments is empty: kind staged needs at least one segment"
         elif covered < steps:
@@ -726,6 +797,14 @@ def _index_cache(folder: Path | None) -> Iterator[str]:
     # It need not be writable: a run whose orders are all there only reads them.
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         yield f"data.index_cache ({folder}) is not a folder: name one, which is made where it does not exist"
+
+
+def _packing(data: DataConfig) -> Iterator[str]:
+    if data.packing == "best_fit" and data.document_attention == "crossing":
+        yield (
+            f"data.packing is {data.packing}, whose documents have nothing to do with each other, but "
+            "data.document_attention is crossing: set it to isolated, or data.packing to stream"
+        )
 
 
 def _telemetry(telemetry: TelemetryConfig) -> Iterator[str]:

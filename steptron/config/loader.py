@@ -5,6 +5,10 @@ over earlier ones, and the file itself over all of them: mappings merge key by k
 is replaced. The tag ``!replace`` in front of a mapping takes it whole instead of merging it. Paths in
 ``data`` and ``train.output`` are relative to the current working directory, not to the file.
 
+A file may list ``stages:``, the parts of a run one after the other. Each has a name and a budget of tokens
+(``StageConfig``), and its own ``model``, ``balance``, ``loss``, ``data``, ``optimizer`` and ``train`` on top of the
+file's.
+
 An override is ``dotted.key=value`` with the value in YAML; list items are named by index
 (``data.train.0.weight=2``), and a mapping or list given as a value replaces the old one whole.
 """
@@ -20,19 +24,49 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from steptron.config.problems import describe, dotted
-from steptron.config.schema import PretrainConfig, Section, names_file
+from steptron.config.schema import PretrainConfig, Section, StageConfig, names_file
+from steptron.config.stages import Curriculum, Stage
 from steptron.config.tree import DEEPEST, Key, Node, Source, children, dump, merge, parse
-from steptron.errors import ConfigError
+from steptron.errors import ConfigError, UserError
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, and where each of its values came from, by dotted key (``data.train.0.path``)."""
+    """A run's configuration, and where its values came from.
 
-    config: PretrainConfig
-    sources: Mapping[str, Source]
+    Attributes:
+        curriculum: its stages; one where it has none.
+        sources: for each stage where each value came from, by dotted key (``data.train.0.path``).
+    """
+
+    curriculum: Curriculum
+    sources: tuple[Mapping[str, Source], ...]
+
+    @property
+    def config(self) -> PretrainConfig:
+        """That of the first stage: what stages cannot differ in is that of all."""
+        return self.curriculum.stages[0].config
+
+    def stage(self, name: str | None) -> Stage:
+        """The stage of a name, the first one without.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        return self.curriculum.stages[0] if name is None else self.through(name).stages[-1]
+
+    def through(self, name: str | None) -> Curriculum:
+        """The run up to the end of a stage, the whole run without.
+
+        Raises:
+            UserError: there is no stage of that name.
+        """
+        try:
+            return self.curriculum if name is None else self.curriculum.through(name)
+        except KeyError as error:
+            raise UserError(str(error.args[0])) from None
 
 
 def load(file: Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -46,8 +80,20 @@ def load(file: Path, overrides: Sequence[str] = ()) -> Loaded:
         ConfigError: lists every unreadable file, unknown key, wrong value and bad override found,
             each with its file and line.
     """
-    config, tree = _load(file, PretrainConfig, overrides)
-    return Loaded(config, dict(_sources(config.model_dump(), tree, ())))
+    tree, problems = _composed(file, overrides)
+    if isinstance(tree.value, dict) and "stages" in tree.value:
+        return _load_stages(tree, str(file), problems)
+    config = _validated(tree, PretrainConfig, str(file), problems)
+    return Loaded(Curriculum.of(config), (_sources_of(config, tree),))
+
+
+def has_stages(file: Path) -> bool:
+    """Whether a file, or a base of it, lists stages.
+
+    Raises:
+        ConfigError: files cannot be read.
+    """
+    return _composed(file, ())[0].find(("stages",)) is not None
 
 
 def load_section(file: Path, schema: type[AnySection]) -> AnySection:
@@ -56,7 +102,7 @@ def load_section(file: Path, schema: type[AnySection]) -> AnySection:
     Raises:
         ConfigError: as in ``load``.
     """
-    return _load(file, schema, ())[0]
+    return _validated(_composed(file, ())[0], schema, str(file), [])
 
 
 def with_overrides(config: AnySection, overrides: Sequence[str], title: str) -> AnySection:
@@ -72,30 +118,31 @@ def with_overrides(config: AnySection, overrides: Sequence[str], title: str) -> 
     """
     source = Source("file", title)
     tree, problems = parse(dump(config.model_dump()), lambda line: source)
-    return _validated(tree, type(config), overrides, title, problems)[0]
-
-
-def _load(file: Path, schema: type[AnySection], overrides: Sequence[str]) -> tuple[AnySection, Node]:
-    reader = _Reader()
-    tree = reader.compose(Path(file), ())
-    if reader.file_problems:
-        _, bad = _overridden(tree, overrides)
-        raise ConfigError(str(file), reader.file_problems + bad)
-    return _validated(tree, schema, overrides, str(file), [])
-
-
-def _validated(
-    tree: Node, schema: type[AnySection], overrides: Sequence[str], title: str, problems: list[str]
-) -> tuple[AnySection, Node]:
     tree, bad = _overridden(tree, overrides)
-    problems = problems + bad
+    return _validated(tree, type(config), title, problems + bad)
+
+
+def _composed(file: Path, overrides: Sequence[str]) -> tuple[Node, list[str]]:
+    """The tree of a file with its bases and overrides, and what is wrong with the overrides.
+
+    Raises:
+        ConfigError: files cannot be read.
+    """
+    reader = _Reader()
+    tree, bad = _overridden(reader.compose(Path(file), ()), overrides)
+    if reader.file_problems:
+        raise ConfigError(str(file), reader.file_problems + bad)
+    return tree, bad
+
+
+def _validated(tree: Node, schema: type[AnySection], title: str, problems: list[str]) -> AnySection:
     try:
         config = schema.model_validate(tree.plain())
     except ValidationError as error:
         raise ConfigError(title, problems + describe(error, schema, tree)) from None
     if problems:
         raise ConfigError(title, problems)
-    return config, tree
+    return config
 
 
 def _overridden(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[str]]:
@@ -107,6 +154,69 @@ def _overridden(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[str]]:
         except _BadOverride as error:
             problems.append(str(error))
     return tree, problems
+
+
+# ----------------------------------------------------------------------------------------- stages
+
+_STAGE_SECTIONS = ("model", "balance", "loss", "data", "optimizer", "train")
+
+
+def _load_stages(tree: Node, title: str, problems: list[str]) -> Loaded:
+    """A run of several stages."""
+    assert isinstance(tree.value, dict)
+    base = dict(tree.value)
+    listed = base.pop("stages")
+    if not isinstance(listed.value, list) or not listed.value:
+        raise ConfigError(title, [*problems, f"stages takes a list of stages, one at least [{listed.source.detail}]"])
+    if (steps := tree.find(("train", "steps"))) is not None:
+        problems.append(
+            f"train.steps: a run with stages ends with the tokens of the last one: leave it out [{steps.source.detail}]"
+        )
+    parts: list[tuple[StageConfig, PretrainConfig]] = []
+    trees = []
+    for number, item in enumerate(listed.value):
+        try:
+            head, own = _stage_parts(number, item, title)
+            # How many steps a stage has follows from its other settings.
+            own = merge(own, _single(("train", "steps"), Node(1, item.source)))
+            trees.append(merge(Node(base, tree.source), own))
+            parts.append((head, _validated(trees[-1], PretrainConfig, title, [])))
+        except ConfigError as error:
+            problems += [text for text in error.problems if text not in problems]
+    if problems:
+        raise ConfigError(title, problems)
+    try:
+        curriculum = Curriculum.joined(parts)
+    except ValueError as error:  # also of a ramp that does not lead to its batch size
+        raise ConfigError(title, [str(error)]) from None
+    if wrong := list(curriculum.problems()):
+        raise ConfigError(title, wrong)
+    sources = (_sources_of(stage.config, own) for stage, own in zip(curriculum.stages, trees, strict=True))
+    return Loaded(curriculum, tuple(sources))
+
+
+def _single(path: tuple[Key, ...], node: Node) -> Node:
+    """A tree with nothing but a node at a path."""
+    for step in reversed(path):
+        node = Node({step: node}, node.source)
+    return node
+
+
+def _stage_parts(number: int, item: Node, title: str) -> tuple[StageConfig, Node]:
+    """What a stage is, and the settings of its own."""
+    if not isinstance(item.value, dict):
+        raise ConfigError(title, [f"stages.{number} takes name, tokens and settings [{item.source.detail}]"])
+    own: dict[Key, Node] = {}
+    rest: dict[Key, Node] = {}
+    for key, child in item.value.items():
+        (own if key in _STAGE_SECTIONS else rest)[key] = child
+    head = Node(rest, item.source)
+    try:
+        stage = StageConfig.model_validate(head.plain())
+    except ValidationError as error:
+        lines = describe(error, StageConfig, head)
+        raise ConfigError(title, [f"stages.{number}.{line}" for line in lines]) from None
+    return stage, Node(own, item.source)
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -243,6 +353,10 @@ def _key(step: str) -> Key:
 
 
 # ---------------------------------------------------------------------------------------- sources
+
+
+def _sources_of(config: PretrainConfig, tree: Node) -> dict[str, Source]:
+    return dict(_sources(config.model_dump(), tree, ()))
 
 
 def _sources(value: object, tree: Node, path: tuple[Key, ...]) -> list[tuple[str, Source]]:

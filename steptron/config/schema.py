@@ -182,6 +182,9 @@ class BiasScheduleConfig(Section):
         None, description="step at which u starts to fall linearly; never when unset"
     )
     decay_steps: PositiveInt | None = Field(None, description="steps over which u falls linearly to 0")
+    final_rate: NonNegativeFloat | None = Field(
+        None, description="u at the end of the run or stage, to which it goes linearly from `rate`; constant when unset"
+    )
 
 
 class BalanceConfig(Section):
@@ -290,7 +293,9 @@ class DatasetConfig(Section):
     """One indexed dataset of a blend."""
 
     path: FilePath = Field(description="folder written by `steptron data build`")
-    weight: PositiveFloat = Field(1.0, description="share of tokens, relative to the other datasets")
+    weight: PositiveFloat = Field(
+        1.0, description="share of tokens (of rows with packing best_fit), relative to the other datasets"
+    )
 
 
 class DataConfig(Section):
@@ -303,6 +308,18 @@ class DataConfig(Section):
     sequence_length: Size = Field(description="tokens per sequence")
     document_attention: Literal["isolated", "crossing"] = Field(
         "isolated", description="whether attention stops at document borders and positions restart there"
+    )
+    packing: Literal["stream", "best_fit"] = Field(
+        "stream",
+        description="how sequences are filled: cut out of a stream of documents, or with whole documents and padding",
+    )
+    metadata: Literal["in_loss", "context_only"] = Field(
+        "in_loss", description="whether metadata at the beginning of documents count in the loss"
+    )
+    metadata_in_loss_tokens: PositiveInt | None = Field(
+        None,
+        description="with metadata in_loss: tokens of the run or stage, padding counted, after which they are context "
+        "only; never when unset",
     )
     seed: NonNegativeInt = Field(1234, description="seed of the order of samples")
     index_cache: FilePath | None = Field(
@@ -328,6 +345,9 @@ class ScheduleConfig(Section):
 
     kind: Literal["cosine", "constant", "staged"] = Field("cosine", description="shape after the warm-up")
     warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up from 0 to `optimizer.lr`")
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="the same as a share of the steps of the run or stage, rounded to whole steps"
+    )
     min_lr: NonNegativeFloat = Field(0.0, description="final learning rate of the cosine")
     segments: list[ScheduleSegmentConfig] = Field(
         default_factory=list, description="segments after the warm-up, for kind `staged`"
@@ -575,6 +595,9 @@ class TrainConfig(Section):
     initial_weights_missing: InitialWeightsMissingConfig = Field(
         default_factory=InitialWeightsMissingConfig, description="parts of the model that they do not have"
     )
+    freeze_backbone: bool = Field(
+        False, description="train only the MTP depths of loss.mtp_train_depths; everything else stays as it is"
+    )
     seed: NonNegativeInt = Field(1234, description="seed of the initial values")
     deterministic: bool = Field(False, description="use only deterministic operations")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device; auto takes CUDA where there is one")
@@ -618,8 +641,20 @@ class TelemetryConfig(Section):
     )
 
 
+class StageConfig(Section):
+    """What a stage of a curriculum is, beside the settings in which it differs from the rest of the file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(description="name of the stage")
+    tokens: Annotated[int, Field(gt=0, lt=2**63)] = Field(
+        description="tokens, padding counted, at or past which the stage ends, at a step boundary"
+    )
+    clone_mtp: bool = Field(
+        False, description="begin with MTP depth 1 copied to the other depths that the stage trains"
+    )
+
+
 class PretrainConfig(Section):
-    """The whole configuration of `steptron pretrain`."""
+    """The whole configuration of `steptron pretrain`; of a curriculum, that of one of its stages."""
 
     model: ModelConfig = Field(description="the architecture")
     balance: BalanceConfig = Field(default_factory=BalanceConfig, description="expert balance")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from steptron.config.checks import data_parallel_size
 from steptron.config.schema import ParallelConfig, PretrainConfig
+from steptron.config.stages import Curriculum, Stage
 
 
 def summary(config: PretrainConfig, processes: int) -> list[str]:
@@ -20,6 +21,14 @@ def summary(config: PretrainConfig, processes: int) -> list[str]:
         f"{micro_batches} x {train.micro_batch_size} per rank",
         f"training  {train.steps:,} steps, {config.optimizer.name}, {train.precision}",
     ]
+
+
+def describe_stage(stage: Stage, curriculum: Curriculum) -> str:
+    """Which stage of how many, and where in the run it lies."""
+    return (
+        f"{stage.name} ({stage.number + 1} of {len(curriculum.stages)}): steps {stage.first_step + 1:,} to "
+        f"{stage.last_step:,}, {stage.consumed_tokens:,} tokens from token {stage.first_token:,} on"
+    )
 
 
 def _dense_layout(parallel: ParallelConfig, data_ranks: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from steptron.data.encoding import EncodedBatch, Encoder, parse
 from steptron.data.errors import DataError
 from steptron.data.indexed import IndexedWriter, WrittenFile, smallest_dtype
 from steptron.data.limits import LARGEST_VOCABULARY, SMALLEST_TOKENIZER_SAMPLE
+from steptron.data.loss_mask import COUNTS, METADATA
 from steptron.data.manifest import FileRecord, Manifest, SourceRecord, SplitRecord
 from steptron.data.readers import BadDocument, Fields, InputFile, RawDocument, find_files, read_file, recorded_name
 from steptron.data.replace import check_replaceable
@@ -46,7 +47,7 @@ class BuildOptions:
             corpus is sampled by document.
         workers: tokenizing processes.
         validation_fraction: share of the documents in the validation split.
-        fields: names of the text and spans fields.
+        fields: names of the fields of text, spans and metadata.
         max_bad_fraction: largest share of bad documents that is accepted.
         pattern: which files of a folder are read; by known extensions when None.
         seed: decides, with a document's text, its split.
@@ -79,6 +80,21 @@ class Progress:
     total_file_bytes: int
 
 
+class BadItem(Protocol):
+    """A dataclass that says what is wrong in the input, and where."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def line(self) -> int | None: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+
+
 @dataclass
 class BadInputLog:
     """Counts bad documents and writes each to a JSONL file, in input order.
@@ -90,14 +106,14 @@ class BadInputLog:
 
     path: Path
     counts: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[BadDocument]] = field(default_factory=lambda: defaultdict(list))
+    examples: dict[str, list[BadItem]] = field(default_factory=lambda: defaultdict(list))
     _file: IO[str] | None = None
 
     @property
     def total(self) -> int:
         return self.counts.total()
 
-    def add(self, bad: BadDocument) -> None:
+    def add(self, bad: BadItem) -> None:
         self.counts[bad.kind] += 1
         if len(self.examples[bad.kind]) < EXAMPLES_PER_KIND:
             self.examples[bad.kind].append(bad)
@@ -178,6 +194,12 @@ def _check_options(options: BuildOptions) -> None:
         raise DataError(f"--train-tokenizer {options.train_vocab_size}: at most {LARGEST_VOCABULARY} are allowed")
     if options.train_vocab_size is not None and options.eod_token is not None:
         raise DataError("--eod-token belongs to a loaded tokenizer; one trained here ends documents with <|endoftext|>")
+    names = options.fields.metadata
+    if len(set(names) - {"", options.fields.text, options.fields.spans}) < len(names):
+        raise DataError(
+            f"--metadata-fields {','.join(names)}: names that are separated by commas, each once, and none of them the "
+            f"text's ({options.fields.text}) or the spans' ({options.fields.spans})"
+        )
     if options.workers < 1:
         raise DataError(f"--workers {options.workers}: at least 1 process is needed")
     if not 0 <= options.validation_fraction < 1:
@@ -246,7 +268,7 @@ def train_tokenizer_on(
     return TokenizerTraining(tokenizer, documents, bad)
 
 
-class _SplitWriter:
+class SplitWriter:
     """One split on disk: tokens, loss mask once a document has spans, and the counts of the manifest."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, vocab_size: int, stack: ExitStack) -> None:
@@ -257,25 +279,43 @@ class _SplitWriter:
         self._loss_mask: IndexedWriter | None = None
         self._lengths: list[np.ndarray] = []
         self.token_counts_V = np.zeros(vocab_size, np.int64)
-        self.documents = self.text_bytes = 0
+        self.documents = self.text_bytes = self.metadata_tokens = self.metadata_bytes = 0
 
-    def add(self, tokens_T: np.ndarray, loss_mask_T: np.ndarray | None, lengths_D: np.ndarray, text_bytes: int) -> None:
+    def add(
+        self,
+        tokens_T: np.ndarray,
+        loss_mask_T: np.ndarray | None,
+        lengths_D: np.ndarray,
+        text_bytes: int,
+        metadata_bytes: int = 0,
+    ) -> None:
+        """Adds documents.
+
+        Args:
+            tokens_T: their tokens, one after the other.
+            loss_mask_T: uint8, bits of ``loss_mask``; None where all tokens count.
+            lengths_D: tokens of each.
+            text_bytes: UTF-8 bytes of their texts.
+            metadata_bytes: of the metadata before them.
+        """
         if loss_mask_T is not None and self._loss_mask is None:
             self._loss_mask = self._stack.enter_context(
                 IndexedWriter(self._folder / f"{self._name}.loss_mask", np.dtype("u1"))
             )
             for lengths in self._lengths:
-                self._loss_mask.add(np.ones(int(lengths.sum()), np.uint8), lengths)
+                self._loss_mask.add(np.full(int(lengths.sum()), COUNTS, np.uint8), lengths)
         self._tokens.add(tokens_T, lengths_D)
         if self._loss_mask is not None:
-            mask_T = np.ones(tokens_T.size, np.uint8) if loss_mask_T is None else loss_mask_T
+            mask_T = np.full(tokens_T.size, COUNTS, np.uint8) if loss_mask_T is None else loss_mask_T
             self._loss_mask.add(mask_T, lengths_D)
         else:
             self._lengths.append(lengths_D)
-        counted_T = tokens_T if loss_mask_T is None else tokens_T[loss_mask_T == 1]
+        counted_T = tokens_T if loss_mask_T is None else tokens_T[loss_mask_T & COUNTS != 0]
         self.token_counts_V += np.bincount(counted_T, minlength=self.token_counts_V.size)
         self.documents += lengths_D.size
         self.text_bytes += text_bytes
+        self.metadata_tokens += 0 if loss_mask_T is None else int(np.count_nonzero(loss_mask_T & METADATA))
+        self.metadata_bytes += metadata_bytes
 
     def finish(self) -> list[WrittenFile]:
         """Writes the indices; a split without documents leaves no file (an empty one cannot be mapped)."""
@@ -297,6 +337,8 @@ class _SplitWriter:
             masked_tokens=self._tokens.num_tokens - total,
             bytes=self.text_bytes,
             loss_mask=self._loss_mask is not None,
+            metadata_tokens=self.metadata_tokens or None,
+            metadata_bytes=self.metadata_bytes or None,
             unigram_entropy=_cross_entropy(self.token_counts_V, self.token_counts_V / max(total, 1)),
             unigram_cross_entropy=_cross_entropy(self.token_counts_V, smoothed_V),
         )
@@ -319,17 +361,17 @@ def _write_dataset(
     with ExitStack() as stack:
         stack.callback(bad.close)
         splits = {
-            name: _SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in ("train", "validation")
+            name: SplitWriter(folder, name, dtype, tokenizer.vocab_size, stack) for name in ("train", "validation")
         }
         done_bytes = documents = 0
-        batches = _read_batches(files, options.fields, bytes_of_batch)
+        batches = read_batches(files, options.fields, bytes_of_batch)
         results = encode_in_order(batches, encoder, options.workers)
         stack.callback(results.close)
         for number, encoded in enumerate(results):
             for document in encoded.bad:
                 bad.add(document)
             for name, writer in splits.items():
-                _add_selected(writer, encoded, encoded.validation_D == (name == "validation"))
+                add_selected(writer, encoded, encoded.validation_D == (name == "validation"))
             np.add.at(source_documents, encoded.sources_D, 1)
             np.add.at(source_bytes, encoded.sources_D, encoded.text_bytes_D)
             documents += encoded.lengths_D.size
@@ -343,7 +385,47 @@ def _write_dataset(
             raise DataError(
                 f"all {documents} documents fell into the validation split; lower --validation-fraction, or set it to 0"
             )
-        written = [file for writer in splits.values() for file in writer.finish()]
+        return finish_dataset(
+            folder,
+            tokenizer,
+            splits,
+            source_records(options.inputs, files, source_documents, source_bytes),
+            seed=options.seed,
+            validation_fraction=options.validation_fraction,
+            bad_documents=bad.total,
+            metadata_fields=options.fields.metadata,
+        )
+
+
+def source_records(
+    inputs: list[Path], files: list[InputFile], documents_I: np.ndarray, bytes_I: np.ndarray
+) -> list[SourceRecord]:
+    """The inputs as the manifest records them: documents and bytes of text, int64 [I], that came from each."""
+    return [
+        SourceRecord(
+            path=recorded_name(given),
+            files=sum(file.source == number for file in files),
+            documents=int(documents_I[number]),
+            bytes=int(bytes_I[number]),
+        )
+        for number, given in enumerate(inputs)
+    ]
+
+
+def finish_dataset(
+    folder: Path,
+    tokenizer: Tokenizer,
+    splits: dict[str, SplitWriter],
+    sources: list[SourceRecord],
+    *,
+    seed: int,
+    validation_fraction: float,
+    bad_documents: int,
+    chat_template: str | None = None,
+    metadata_fields: tuple[str, ...] = (),
+) -> Manifest:
+    """Writes what makes the written splits ``train`` and ``validation`` a dataset: indices, tokenizer, manifest."""
+    written = [file for writer in splits.values() for file in writer.finish()]
     tokenizer.save(folder)
     train_counts_V = splits["train"].token_counts_V
     content = hashlib.sha256(f"{tokenizer.hash} {tokenizer.eod_id}".encode())
@@ -353,30 +435,30 @@ def _write_dataset(
         vocabulary_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         tokenizer_hash=tokenizer.hash,
-        dtype=dtype.name,
-        seed=options.seed,
-        validation_fraction=options.validation_fraction,
-        bad_documents=bad.total,
+        dtype=smallest_dtype(tokenizer.vocab_size).name,
+        seed=seed,
+        validation_fraction=validation_fraction,
+        bad_documents=bad_documents,
         train=splits["train"].record(train_counts_V),
         validation=splits["validation"].record(train_counts_V),
-        sources=[
-            SourceRecord(
-                path=recorded_name(given),
-                files=sum(file.source == number for file in files),
-                documents=int(source_documents[number]),
-                bytes=int(source_bytes[number]),
-            )
-            for number, given in enumerate(options.inputs)
-        ],
+        sources=sources,
         files={file.name: FileRecord(size=file.size, sha256=file.sha256) for file in written},
         content_hash=content.hexdigest(),
+        chat_template=chat_template,
+        metadata_fields=list(metadata_fields) or None,
     )
     manifest.write(folder)
     return manifest
 
 
-def _read_batches(files: list[InputFile], fields: Fields, bytes_of_batch: list[int]) -> Iterator[Batch]:
-    """Cuts the documents of all files into batches whose borders depend on the input alone."""
+def read_batches(files: list[InputFile], fields: Fields, bytes_of_batch: list[int]) -> Iterator[Batch]:
+    """Cuts the documents of all files into batches whose borders depend on the input alone.
+
+    Args:
+        files: read in this order.
+        fields: names of the fields of text and spans.
+        bytes_of_batch: gets, before a batch is handed out, the bytes on disk that were read for it.
+    """
     batch: Batch = []
     payload = file_bytes = 0
     for file in files:
@@ -395,7 +477,8 @@ def _read_batches(files: list[InputFile], fields: Fields, bytes_of_batch: list[i
         yield batch
 
 
-def _add_selected(writer: _SplitWriter, encoded: EncodedBatch, selected_D: np.ndarray) -> None:
+def add_selected(writer: SplitWriter, encoded: EncodedBatch, selected_D: np.ndarray) -> None:
+    """Writes the documents of a batch that are selected, bool [D], to a split."""
     if not selected_D.any():
         return
     selected_T = np.repeat(selected_D, encoded.lengths_D)
@@ -404,6 +487,7 @@ def _add_selected(writer: _SplitWriter, encoded: EncodedBatch, selected_D: np.nd
         None if encoded.loss_mask_T is None else encoded.loss_mask_T[selected_T],
         encoded.lengths_D[selected_D],
         int(encoded.text_bytes_D[selected_D].sum()),
+        0 if encoded.metadata_bytes_D is None else int(encoded.metadata_bytes_D[selected_D].sum()),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from steptron.data.errors import DataError
 from steptron.data.indexed import IndexedTokens, open_indexed
+from steptron.data.loss_mask import COUNTS, METADATA
 from steptron.data.manifest import Manifest, read_manifest
 from steptron.data.orders import ComputedOrders, Orders
 
@@ -28,7 +29,13 @@ class TokenDataset:
     """
 
     def __init__(
-        self, path: Path, split: Split, manifest: Manifest, tokens: IndexedTokens, loss_mask: IndexedTokens | None
+        self,
+        path: Path,
+        split: Split,
+        manifest: Manifest,
+        tokens: IndexedTokens,
+        loss_mask: IndexedTokens | None,
+        metadata_counts: bool,
     ) -> None:
         self.path = path
         self.split = split
@@ -36,15 +43,17 @@ class TokenDataset:
         self.lengths_D = tokens.lengths_D
         self._tokens = tokens
         self._loss_mask = loss_mask
+        self._metadata_counts = metadata_counts
 
     @classmethod
-    def open(cls, path: str | Path, split: Split, *, verify: bool = True) -> TokenDataset:
+    def open(cls, path: str | Path, split: Split, *, verify: bool = True, metadata_counts: bool = True) -> TokenDataset:
         """Opens a split.
 
         Args:
             path: the folder.
             split: ``train`` or ``validation``.
             verify: whether to read the whole index (``verify``): 12 bytes per document.
+            metadata_counts: whether tokens of metadata count in the loss.
 
         Raises:
             DataError: no dataset, another format version, an empty split, or files that contradict
@@ -66,7 +75,7 @@ class TokenDataset:
             )
         # The mask's index is compared with that of the tokens, so that it need not be verified itself.
         loss_mask = open_indexed(path / f"{split}.loss_mask", verify=False) if record.loss_mask else None
-        dataset = cls(path, split, manifest, tokens, loss_mask)
+        dataset = cls(path, split, manifest, tokens, loss_mask, metadata_counts)
         dataset._check_mask(whole=verify)
         return dataset
 
@@ -96,12 +105,33 @@ class TokenDataset:
     def num_tokens(self) -> int:
         return self._tokens.tokens_T.size
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token; metadata that count are text, and others are left out."""
+        record = self.manifest.split(self.split)
+        metadata_tokens, metadata_bytes = record.metadata_tokens or 0, record.metadata_bytes or 0
+        if self._metadata_counts:
+            return (record.bytes + metadata_bytes) / record.tokens
+        return record.bytes / (record.tokens - metadata_tokens)
+
+    @property
+    def has_metadata(self) -> bool:
+        """Whether any document of the split begins with metadata."""
+        return self.manifest.split(self.split).metadata_tokens is not None
+
+    def metadata_tokens(self, number: int) -> int:
+        """How many tokens of metadata a document begins with."""
+        if self._loss_mask is None:
+            return 0
+        start = self._tokens.starts(np.array([number]))[0]
+        return int(np.count_nonzero(self._loss_mask.tokens_T[start : start + self.lengths_D[number]] & METADATA))
+
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, int64, of a document, and whether each counts in the loss, bool."""
         whole = Segments(np.array([number]), np.array([0]), self.lengths_D[[number]].astype(np.int64))
         return self.gather(whole)
 
-    def gather(self, segments: Segments) -> tuple[np.ndarray, np.ndarray]:
+    def gather(self, segments: Segments, metadata_counts: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, int64 [T], of pieces of documents, joined, and whether each counts in the loss, bool [T]."""
         sources_N = self._tokens.starts(segments.documents_N) + segments.offsets_N
         targets_N = np.cumsum(segments.lengths_N) - segments.lengths_N
@@ -110,7 +140,9 @@ class TokenDataset:
         tokens_T = self._tokens.tokens_T[index_T].astype(np.int64)
         if self._loss_mask is None:
             return tokens_T, np.ones(tokens_T.size, np.bool_)
-        return tokens_T, self._loss_mask.tokens_T[index_T] == 1
+        counts = self._metadata_counts if metadata_counts is None else metadata_counts
+        seen = COUNTS if counts else COUNTS | METADATA
+        return tokens_T, self._loss_mask.tokens_T[index_T] & seen == COUNTS
 
 
 @dataclass(frozen=True)
@@ -199,16 +231,27 @@ class SampleOrder:
     function of (seed, number); the orders of the two blocks used last are kept.
     """
 
-    def __init__(self, samples_per_block: int, seed: int, orders: Orders | None = None) -> None:
+    def __init__(
+        self, samples_per_block: int, seed: int, orders: Orders | None = None, samples: int | None = None
+    ) -> None:
         """
         Args:
             samples_per_block: at least 1.
             seed: any whole number from 0 up.
             orders: where orders come from; computed in memory by default.
+            samples: how many are taken, where what comes after them belongs to others: the last block ends with them,
+                and those beyond are in no other order than the stream's.
         """
         self.samples_per_block = samples_per_block
+        self._samples = samples
         source = ComputedOrders() if orders is None else orders
-        self._order = lru_cache(maxsize=2)(lambda block: source.samples(samples_per_block, seed, block))
+        self._order = lru_cache(maxsize=2)(lambda block: source.samples(self.block_size(block), seed, block))
+
+    def block_size(self, block: int) -> int:
+        """Samples of a block: 0 where all that are taken come before it."""
+        if self._samples is None:
+            return self.samples_per_block
+        return max(0, min(self.samples_per_block, self._samples - block * self.samples_per_block))
 
     def place(self, number: int) -> int:
         """Which sample of the stream is number ``number`` in training.
@@ -217,4 +260,6 @@ class SampleOrder:
             DataError: a file that the order is read from is damaged.
         """
         block, offset = divmod(number, self.samples_per_block)
+        if offset >= self.block_size(block):
+            return number
         return block * self.samples_per_block + int(self._order(block).read(offset, offset + 1)[0])

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from steptron.data.loss_mask import COUNTS, METADATA
 from steptron.data.readers import BadDocument, Fields, RawDocument
 from steptron.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed document: its text, and the character spans [start, end) whose tokens do not count in the loss."""
+    """A parsed document.
+
+    Attributes:
+        text: what it says.
+        masked_spans: characters [start, end) of the text whose tokens do not count in the loss.
+        metadata: what is said of it before the text; empty where nothing is.
+    """
 
     text: str
     masked_spans: list[tuple[int, int]]
+    metadata: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,13 @@ class EncodedBatch:
 
     Attributes:
         tokens_T: all documents' tokens one after the other, each with its end-of-document token.
-        loss_mask_T: uint8, 1 where the token counts in the loss; None if no document has spans.
+        loss_mask_T: uint8, bits of ``loss_mask``; None if no document has spans or metadata.
         lengths_D: int64, tokens per document.
         validation_D: bool, documents of the validation split.
         text_bytes_D: int64, UTF-8 bytes of each text.
         sources_D: int64, INPUT of each document.
         bad: what could not become a document.
+        metadata_bytes_D: int64, UTF-8 bytes of each document's metadata; None where no document has any.
     """
 
     tokens_T: np.ndarray
@@ -42,6 +51,7 @@ class EncodedBatch:
     text_bytes_D: np.ndarray
     sources_D: np.ndarray
     bad: list[BadDocument]
+    metadata_bytes_D: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,11 @@ class Encoder:
     seed: int
     validation_fraction: float
     dtype: np.dtype
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """How a worker process rebuilds it: the tokenizer from the content of its file."""
+        tokenizer = (self.tokenizer.file_bytes, self.tokenizer.eod_token)
+        return _rebuilt, (tokenizer, self.fields, self.seed, self.validation_fraction, self.dtype)
 
     def encode(self, items: Sequence[RawDocument | BadDocument]) -> EncodedBatch:
         """Parses and tokenizes a batch."""
@@ -80,12 +95,18 @@ class Encoder:
             text_bytes_D=np.array([len(text) for text in texts], np.int64),
             sources_D=np.array([document.source for document in raw], np.int64),
             bad=bad,
+            metadata_bytes_D=np.array([len(document.metadata.encode("utf-8")) for document in documents], np.int64),
         )
 
     def _tokens_and_masks(self, documents: list[Document]) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
-        """Tokens with the end-of-document token, and the loss mask of the documents that have spans."""
+        """Tokens with the end-of-document token, and the loss mask of the documents that have spans or metadata.
+
+        Metadata are encoded apart from the text: no token is of both, and the text's are those without metadata.
+        """
         plain = [document.text for document in documents if not document.masked_spans]
         plain_ids = iter(self.tokenizer.encode_batch(plain))
+        metadata = [document.metadata for document in documents if document.metadata]
+        metadata_ids = iter(self.tokenizer.encode_batch(metadata))
         tokens: list[np.ndarray] = []
         masks: list[np.ndarray | None] = []
         for document in documents:
@@ -93,12 +114,22 @@ class Encoder:
                 ids, offsets = self.tokenizer.encode_with_offsets(document.text)
                 masked_T = tokens_in_spans(offsets, document.masked_spans, len(document.text))
                 # The end-of-document token always counts.
-                masks.append(np.append(~masked_T, True).astype(np.uint8))
+                mask_T = np.append(np.where(masked_T, 0, COUNTS), COUNTS).astype(np.uint8)
             else:
                 ids = next(plain_ids)
-                masks.append(None)
-            tokens.append(np.array([*ids, self.tokenizer.eod_id], self.dtype))
+                mask_T = np.full(len(ids) + 1, COUNTS, np.uint8)
+            head_ids = next(metadata_ids) if document.metadata else []
+            head_T = np.full(len(head_ids), COUNTS | METADATA, np.uint8)
+            has_mask = bool(document.masked_spans or head_ids)
+            masks.append(np.concatenate([head_T, mask_T]) if has_mask else None)
+            tokens.append(np.array([*head_ids, *ids, self.tokenizer.eod_id], self.dtype))
         return tokens, masks
+
+
+def _rebuilt(
+    tokenizer: tuple[bytes, str], fields: Fields, seed: int, validation_fraction: float, dtype: np.dtype
+) -> Encoder:
+    return Encoder(Tokenizer(*tokenizer), fields, seed, validation_fraction, dtype)
 
 
 def parse(raw: RawDocument, fields: Fields) -> Document | BadDocument:
@@ -116,7 +147,7 @@ def parse(raw: RawDocument, fields: Fields) -> Document | BadDocument:
             message = f"byte 0x{byte:02x} at offset {error.start}: {error.reason}"
             return BadDocument(raw.file, line, "invalid_utf8", message)
         return bad("invalid_utf8", f"byte 0x{byte:02x} at byte {error.start} of the text: {error.reason}")
-    spans = raw.spans
+    spans, about = raw.spans, raw.metadata
     if raw.is_json:
         try:
             record = json.loads(str(text))
@@ -130,6 +161,7 @@ def parse(raw: RawDocument, fields: Fields) -> Document | BadDocument:
             state = "is null" if fields.text in record else f"is missing; there are: {names or 'none'}"
             return bad("missing_field", f"field {fields.text!r} {state}")
         text, spans = record[fields.text], record.get(fields.spans)
+        about = tuple((name, record.get(name)) for name in fields.metadata)
         if not isinstance(text, str):
             return bad("wrong_type", f"field {fields.text!r} is a JSON {_json_type(text)}, not a string")
         try:
@@ -142,7 +174,25 @@ def parse(raw: RawDocument, fields: Fields) -> Document | BadDocument:
     problem = _problem_of_spans(spans, len(text))
     if problem is not None:
         return bad("bad_spans", f"field {fields.spans!r}: {problem}")
-    return Document(text, [(span[0], span[1]) for span in spans or []])  # type: ignore[attr-defined]
+    for name, value in about:
+        problem = _problem_of_metadata(value)
+        if problem is not None:
+            return bad("wrong_type", f"field {name!r}: {problem}")
+    return Document(
+        text,
+        [(span[0], span[1]) for span in spans or []],  # type: ignore[attr-defined]
+        metadata_text((name, str(value)) for name, value in about if value is not None),
+    )
+
+
+def metadata_text(about: Iterable[tuple[str, str]]) -> str:
+    """What a document begins with: a line ``name: value`` for each value that is not blank, and an empty line.
+
+    Args:
+        about: names and values; white space within a value, which could end its line, becomes single spaces.
+    """
+    lines = [f"{name}: {' '.join(value.split())}\n" for name, value in about if value.strip()]
+    return "".join([*lines, "\n"]) if lines else ""
 
 
 def tokens_in_spans(
@@ -176,6 +226,18 @@ def is_validation(text: bytes, seed: int, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
+def _problem_of_metadata(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        return "not UTF-8" if isinstance(value, bytes) else f"a JSON {_json_type(value)}, not a string"
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"a lone surrogate at character {error.start}"
+    return None
+
+
 def _problem_of_spans(spans: object, num_characters: int) -> str | None:
     if spans is None:
         return None
@@ -196,7 +258,7 @@ def _join_masks(tokens: list[np.ndarray], masks: list[np.ndarray | None]) -> np.
     if all(mask is None for mask in masks):
         return None
     return np.concatenate(
-        [np.ones(len(ids), np.uint8) if mask is None else mask for ids, mask in zip(tokens, masks, strict=True)]
+        [np.full(len(ids), COUNTS, np.uint8) if mask is None else mask for ids, mask in zip(tokens, masks, strict=True)]
     )
 
 

@@ -23,10 +23,11 @@ _CHUNK_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class TextRun:
-    """Consecutive tokens as text, all of them counting in the loss or none."""
+    """Consecutive tokens as text, all of them counting in the loss or none, all of them metadata or none."""
 
     text: str
     counts: bool
+    metadata: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,15 @@ def length_histogram(lengths_D: np.ndarray) -> list[LengthBin]:
     return bins
 
 
-def text_runs(tokenizer: Tokenizer, tokens_T: np.ndarray, counts_T: np.ndarray) -> list[TextRun]:
-    """Decodes tokens, cut where counting in the loss begins or ends."""
+def text_runs(
+    tokenizer: Tokenizer, tokens_T: np.ndarray, counts_T: np.ndarray, metadata_tokens: int = 0
+) -> list[TextRun]:
+    """Decodes tokens, the first of them metadata, cut where counting in the loss begins or ends."""
     runs = []
+    if metadata_tokens:
+        head_T, tokens_T = np.split(tokens_T, [metadata_tokens])
+        head_counts_T, counts_T = np.split(counts_T, [metadata_tokens])
+        runs.append(TextRun(tokenizer.decode(head_T.tolist()), bool(head_counts_T.any()), metadata=True))
     position = 0
     for counts, group in groupby(counts_T.tolist()):
         size = len(list(group))

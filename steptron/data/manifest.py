@@ -6,6 +6,7 @@ A folder is a dataset if and only if it holds this file; it is written last.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,7 +31,9 @@ class SplitRecord(_Record):
         tokens: number of tokens, one end-of-document token per document included.
         masked_tokens: tokens under a masked span.
         bytes: UTF-8 bytes of the documents' text.
-        loss_mask: whether a parallel uint8 dataset ``SPLIT.loss_mask`` marks tokens that do not count.
+        loss_mask: whether a parallel uint8 dataset ``SPLIT.loss_mask`` marks tokens that do not count or are metadata.
+        metadata_tokens: tokens of metadata before the texts; None where there are none.
+        metadata_bytes: UTF-8 bytes of that metadata; None where there are none.
         unigram_entropy: -sum_v p_v log p_v with p the split's own token frequencies: what the best
             model without context reaches on this split. 0 for an empty split.
         unigram_cross_entropy: -sum_v p_v log q_v with q the frequencies of the *train* split after
@@ -45,6 +48,8 @@ class SplitRecord(_Record):
     loss_mask: bool
     unigram_entropy: float
     unigram_cross_entropy: float
+    metadata_tokens: int | None = None
+    metadata_bytes: int | None = None
 
 
 class SourceRecord(_Record):
@@ -79,6 +84,8 @@ class Manifest(_Record):
         files: the data files; a split without documents has none.
         content_hash: SHA-256 over tokenizer, end-of-document id and data files: equal exactly for
             datasets that train alike.
+        chat_template: name and SHA-256 of the template that rendered conversations; None for texts.
+        metadata_fields: what documents begin with, where they say it; None without metadata.
     """
 
     format: str = FORMAT
@@ -95,6 +102,8 @@ class Manifest(_Record):
     sources: list[SourceRecord]
     files: dict[str, FileRecord]
     content_hash: str
+    chat_template: str | None = None
+    metadata_fields: list[str] | None = None
 
     def split(self, name: str) -> SplitRecord:
         """The record of split ``train`` or ``validation``."""
@@ -102,7 +111,12 @@ class Manifest(_Record):
 
     def write(self, folder: Path) -> None:
         """Writes ``dataset.json`` into a folder."""
-        (folder / MANIFEST_FILE).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (folder / MANIFEST_FILE).write_text(self.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
+
+
+def content_hashes(folders: Iterable[Path]) -> list[str]:
+    """What datasets hold, in short; see :func:`read_manifest`."""
+    return [read_manifest(folder).content_hash for folder in folders]
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -76,6 +76,7 @@ class RawDocument:
         is_json: whether ``payload`` is a JSON line rather than the text itself.
         payload: UTF-8 text, or the JSON line.
         spans: value of the spans column (Parquet).
+        metadata: values of the metadata columns that there are, by name, in the order asked for (Parquet).
     """
 
     file: str
@@ -84,6 +85,7 @@ class RawDocument:
     is_json: bool
     payload: bytes
     spans: object = None
+    metadata: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,11 @@ class ReadItem:
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the fields (JSONL) or columns (Parquet) of text and masked spans."""
+    """Names of the fields (JSONL) or columns (Parquet) of text, masked spans and metadata."""
 
     text: str = "text"
     spans: str = "masked_spans"
+    metadata: tuple[str, ...] = ()
 
 
 def recorded_name(path: Path) -> str:
@@ -239,19 +242,19 @@ def _read_parquet(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
         # A stream, for pyarrow takes no path that is not UTF-8.
         with open(file.path, "rb") as stream, pq.ParquetFile(stream) as table:
             names = table.schema_arrow.names
-            for name in (fields.text, fields.spans):
+            for name in (fields.text, fields.spans, *fields.metadata):
                 if names.count(name) > 1:
                     yield bad(None, "duplicate_field", f"{names.count(name)} columns are named {name!r}")
                     return
             if fields.text not in names:
                 yield bad(None, "missing_field", f"no column {fields.text!r}; the columns are {', '.join(names)}")
                 return
-            kind = table.schema_arrow.field(fields.text).type
-            if pa.types.is_dictionary(kind):
-                kind = kind.value_type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-                yield bad(None, "wrong_type", f"column {fields.text!r} is {kind}, not string")
-                return
+            metadata = [name for name in fields.metadata if name in names]
+            for name in (fields.text, *metadata):
+                kind = table.schema_arrow.field(name).type
+                if not (_holds_text(kind) or (name in metadata and pa.types.is_null(kind))):
+                    yield bad(None, "wrong_type", f"column {name!r} is {kind}, not string")
+                    return
             if fields.spans in names and not _holds_spans(table.schema_arrow.field(fields.spans).type):
                 found = table.schema_arrow.field(fields.spans).type
                 yield bad(None, "wrong_type", f"column {fields.spans!r} is {found}, not lists of [start, end]")
@@ -259,21 +262,44 @@ def _read_parquet(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
             if table.metadata.num_rows == 0:
                 yield bad(None, "empty_file", "the file holds no row")
                 return
-            columns = [name for name in (fields.text, fields.spans) if name in names]
+            columns = [name for name in (fields.text, fields.spans, *metadata) if name in names]
             for batch in table.iter_batches(batch_size=256, columns=columns):
                 # As bytes, so that invalid UTF-8 is found row by row instead of failing the batch.
                 texts = batch.column(fields.text).cast(pa.large_string(), safe=False).cast(pa.large_binary())
                 spans = batch.column(fields.spans).to_pylist() if fields.spans in columns else [None] * len(texts)
-                for payload, row_spans in zip(texts.to_pylist(), spans, strict=True):
+                values = [_as_texts(batch.column(name)) for name in metadata]
+                for number, (payload, row_spans) in enumerate(zip(texts.to_pylist(), spans, strict=True)):
                     row += 1
                     if payload is None:
                         yield bad(row, "missing_field", f"column {fields.text!r} is null")
                         continue
                     position = file.size * row // table.metadata.num_rows
-                    document = RawDocument(file.name, row, file.source, False, payload, row_spans)
+                    about = tuple((name, own[number]) for name, own in zip(metadata, values, strict=True))
+                    document = RawDocument(file.name, row, file.source, False, payload, row_spans, about)
                     yield ReadItem(document, position)
     except (pa.ArrowException, *_READ_ERRORS) as error:
         yield ReadItem(_damaged(file, row + 1 if row else None, error), file.size)
+
+
+def _holds_text(kind: pyarrow.DataType) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _as_texts(column: pyarrow.Array) -> list[object]:
+    """Values of a column of text; what is no UTF-8 comes as bytes."""
+    import pyarrow as pa
+
+    def decoded(value: bytes | None) -> str | bytes | None:
+        try:
+            return None if value is None else value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
+
+    return [decoded(value) for value in column.cast(pa.large_string(), safe=False).cast(pa.large_binary()).to_pylist()]
 
 
 def _holds_spans(kind: pyarrow.DataType, depth: int = 2) -> bool:

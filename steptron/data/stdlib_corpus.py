@@ -113,5 +113,12 @@ def _text(path: Path) -> str | None:
 
 
 def _line(text: str, root: Path, path: Path) -> str:
-    source = recorded_name(path.relative_to(root.parent))
-    return json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n"
+    """A record with the metadata that `steptron data build --metadata-fields` can prepend."""
+    record = {
+        "text": text,
+        "content_type": "code",
+        "language": "python",
+        "domain": path.relative_to(root).parts[0].removesuffix(".py") if path != root else root.stem,
+        "source": recorded_name(path.relative_to(root.parent)),
+    }
+    return json.dumps(record, ensure_ascii=False) + "\n"

@@ -6,19 +6,28 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from typing import Protocol, TypeVar, cast
 
-from steptron.data.encoding import EncodedBatch, Encoder
 from steptron.data.errors import DataError
-from steptron.data.readers import BadDocument, Fields, RawDocument
-from steptron.data.tokenizer import Tokenizer
+from steptron.data.readers import BadDocument, RawDocument
 
 Batch = list[RawDocument | BadDocument]
+Encoded = TypeVar("Encoded")
+Encoded_co = TypeVar("Encoded_co", covariant=True)
+
+
+class BatchEncoder(Protocol[Encoded_co]):
+    """What a worker does with a batch: a pure function of the batch, which can be pickled."""
+
+    def encode(self, items: Sequence[RawDocument | BadDocument]) -> Encoded_co: ...
+
 
 # A worker that needs longer than this for a batch is taken for hung. Tokenizers do megabytes per
 # second; 20 kB/s is far below anything seen.
@@ -27,12 +36,12 @@ _SECONDS_BEFORE_DOUBT = 600
 # Batches that wait per worker: enough to keep it busy, few enough to bound the memory.
 _BATCHES_PER_WORKER = 3
 
-_encoder: Encoder | None = None
+_encoder: BatchEncoder[object] | None = None
 
 
 def encode_in_order(
-    batches: Iterable[Batch], encoder: Encoder, num_workers: int
-) -> Generator[EncodedBatch, None, None]:
+    batches: Iterable[Batch], encoder: BatchEncoder[Encoded], num_workers: int
+) -> Generator[Encoded, None, None]:
     """Encodes batches; the results do not depend on ``num_workers``.
 
     Args:
@@ -49,16 +58,16 @@ def encode_in_order(
         return
     others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), _start_worker, _encoder_arguments(encoder)
+        num_workers, multiprocessing.get_context("spawn"), _start_worker, (pickle.dumps(encoder),)
     )
-    waiting: deque[tuple[Future[EncodedBatch], int]] = deque()
+    waiting: deque[tuple[Future[object], int]] = deque()
     try:
         for batch in batches:
             if len(waiting) == num_workers * _BATCHES_PER_WORKER:
-                yield _result(*waiting.popleft())
+                yield cast(Encoded, _result(*waiting.popleft()))
             waiting.append((executor.submit(_encode, batch), _num_bytes(batch)))
         while waiting:
-            yield _result(*waiting.popleft())
+            yield cast(Encoded, _result(*waiting.popleft()))
     except (TimeoutError, BrokenProcessPool) as error:
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
@@ -68,7 +77,7 @@ def encode_in_order(
         executor.shutdown(cancel_futures=True)
 
 
-def _result(future: Future[EncodedBatch], num_bytes: int) -> EncodedBatch:
+def _result(future: Future[object], num_bytes: int) -> object:
     return future.result(timeout=_SECONDS_BEFORE_DOUBT + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
@@ -76,28 +85,12 @@ def _num_bytes(batch: Sequence[RawDocument | BadDocument]) -> int:
     return sum(len(item.payload) for item in batch if isinstance(item, RawDocument))
 
 
-def _encoder_arguments(encoder: Encoder) -> tuple[bytes, str, Fields, int, float, str]:
-    tokenizer = encoder.tokenizer
-    return (
-        tokenizer.file_bytes,
-        tokenizer.eod_token,
-        encoder.fields,
-        encoder.seed,
-        encoder.validation_fraction,
-        encoder.dtype.str,
-    )
-
-
-def _start_worker(
-    tokenizer_bytes: bytes, eod_token: str, fields: Fields, seed: int, validation_fraction: float, dtype: str
-) -> None:
+def _start_worker(pickled_encoder: bytes) -> None:
     global _encoder
-    import numpy as np
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _encoder = Encoder(Tokenizer(tokenizer_bytes, eod_token), fields, seed, validation_fraction, np.dtype(dtype))
+    _encoder = pickle.loads(pickled_encoder)  # last: tokenizers must not start threads of their own
 
 
 def _exit_with_parent() -> None:
@@ -109,6 +102,6 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _encode(batch: Batch) -> EncodedBatch:
+def _encode(batch: Batch) -> object:
     assert _encoder is not None
     return _encoder.encode(batch)

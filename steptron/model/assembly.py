@@ -60,6 +60,7 @@ class StepModel(MegatronModule):
         mtp_depths: MTP depths that run, counted from the nearest. Depths beyond are kept, frozen.
         freeze_router: router weights get no gradient.
         freeze_value_head: nor does the value head.
+        freeze_backbone: nor does anything but the MTP depths that run.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StepModel(MegatronModule):
         mtp_depths: int | None = None,
         freeze_router: bool = False,
         freeze_value_head: bool = False,
+        freeze_backbone: bool = False,
     ) -> None:
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder
@@ -100,6 +102,10 @@ class StepModel(MegatronModule):
             self.mtp[self.mtp_depths :].requires_grad_(False)
             if spec.value_head:
                 self.value_head = ValueHead(spec.hidden_size, config).requires_grad_(not freeze_value_head)
+        if freeze_backbone:
+            running = {f"mtp.{depth}." for depth in range(self.mtp_depths)}
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and name.startswith(tuple(running)))
         if freeze_router:
             for router in self.routers().values():
                 router.requires_grad_(False)

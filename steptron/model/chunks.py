@@ -80,6 +80,7 @@ def build_chunks(config: PretrainConfig, spec: ModelSpec, engine: StepConfig, me
                 mesh.groups,
                 mtp_depths=config.loss.mtp_train_depths,
                 freeze_router=config.balance.freeze_router,
+                freeze_backbone=config.train.freeze_backbone,
                 freeze_value_head=True,  # no loss of pre-training looks at values
             )
             for stage in chunks_of(stages, mesh.pipeline_rank, mesh.pipeline_size)

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from steptron.config.layout import AttentionKind, parse_layout
 from steptron.config.recompute import NamedLayer, recomputed_parts
-from steptron.config.schema import AttentionConfig, ModelConfig, RecomputePart, RecomputeRuleConfig
+from steptron.config.schema import AttentionConfig, ModelConfig, PretrainConfig, RecomputePart, RecomputeRuleConfig
 
 
 class LayerRole(StrEnum):
@@ -248,16 +248,27 @@ class ModelSpec:
         mtp = [parameter for depth in self.mtp for parameter in depth.parameters()]
         return self.main_parameters() + mtp + self.value_head_parameters()
 
-    def trained_parameters(self, mtp_depths: int, freeze_router: bool) -> list[ParameterSpec]:
+    def trained_parameters(
+        self, mtp_depths: int, freeze_router: bool, freeze_backbone: bool = False
+    ) -> list[ParameterSpec]:
         """Those that get gradients in pre-training, in module order, when so many MTP depths run: no selection biases,
-        no router that is frozen, and no value head, of which the loss knows nothing."""
+        no router that is frozen, and no value head, of which the loss knows nothing; only the MTP depths' where all
+        else, the embedding that they share included, is frozen."""
         untrained = {ParameterRole.ROUTER_BIAS} | ({ParameterRole.ROUTER} if freeze_router else set())
         running = [parameter for depth in self.mtp[:mtp_depths] for parameter in depth.parameters()]
-        return [parameter for parameter in self.main_parameters() + running if parameter.role not in untrained]
+        candidates = running if freeze_backbone else self.main_parameters() + running
+        return [parameter for parameter in candidates if parameter.role not in untrained]
 
     @property
     def moe_layers(self) -> tuple[LayerSpec, ...]:
         return tuple(layer for layer in self.layers if isinstance(layer.ffn, MoeFfnSpec))
+
+
+def trained_parameters(config: PretrainConfig) -> list[ParameterSpec]:
+    """Those that get gradients in a run, in module order."""
+    return model_spec(config.model).trained_parameters(
+        config.loss.mtp_train_depths, config.balance.freeze_router, config.train.freeze_backbone
+    )
 
 
 def model_spec(config: ModelConfig, recompute: Sequence[RecomputeRuleConfig] = ()) -> ModelSpec:

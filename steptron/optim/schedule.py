@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from steptron.config.schema import BiasScheduleConfig, OptimizerConfig, ScheduleSegmentConfig
+from steptron.config.schema import BiasScheduleConfig, OptimizerConfig, ScheduleConfig, ScheduleSegmentConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -32,7 +32,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     Args:
         config: optimizer section; ``lr`` and ``schedule`` are read.
         step: optimizer step, from 0.
-        total_steps: optimizer steps of the whole run.
+        total_steps: optimizer steps of the whole run, or of the stage that ``step`` is counted in.
 
     Raises:
         ValueError: a negative step, a cosine that has no steps after its warm-up or rises, or stages
@@ -41,9 +41,10 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     if step < 0:
         raise ValueError(f"step must be 0 or more, not {step}")
     schedule = config.schedule
-    if schedule.kind == "cosine" and schedule.warmup_steps >= total_steps:
+    warmup = warmup_steps(schedule, total_steps)
+    if schedule.kind == "cosine" and warmup >= total_steps:
         raise ValueError(
-            f"optimizer.schedule.warmup_steps ({schedule.warmup_steps}) must be less than train.steps ({total_steps}): "
+            f"optimizer.schedule.warmup_steps ({warmup}) must be less than train.steps ({total_steps}): "
             "the cosine needs steps after the warm-up"
         )
     if schedule.kind == "cosine" and schedule.min_lr > config.lr:
@@ -51,28 +52,36 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     if schedule.kind == "staged" and not schedule.segments:
         raise ValueError("optimizer.schedule.segments is empty: kind 'staged' needs at least one segment")
 
-    if step < schedule.warmup_steps:
-        return config.lr * step / schedule.warmup_steps
-    step -= schedule.warmup_steps
+    if step < warmup:
+        return config.lr * step / warmup
+    step -= warmup
     if schedule.kind == "constant":
         return config.lr
     if schedule.kind == "cosine":
-        return _cosine(config.lr, schedule.min_lr, step, total_steps - schedule.warmup_steps)
+        return _cosine(config.lr, schedule.min_lr, step, total_steps - warmup)
     return _staged(config.lr, schedule.segments, step)
 
 
-def bias_update_rate(config: BiasScheduleConfig, step: int) -> float:
-    """Rate u of the selection-bias update of one step: constant, then falling linearly to 0.
+def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
+    """Steps of linear warm-up, which a schedule gives as such or as a share of all."""
+    return schedule.warmup_steps or round(schedule.warmup_fraction * total_steps)
 
-    The report keeps u = 0.001 and lets it decay to 0 during annealing; the shape of the decay is
-    unpublished, linear is our choice. The first smaller rate is that of step ``decay_start_step + 1``.
+
+def bias_update_rate(config: BiasScheduleConfig, step: int, total_steps: int) -> float:
+    """Rate u of the selection-bias update of one step: constant, then falling linearly to 0, or going linearly to
+    ``final_rate`` over all steps.
+
+    The report keeps u = 0.001 and lets it decay to 0 during annealing (its second stage); the shape of the decay is
+    unpublished, linear is our choice. With ``decay_start_step`` the first smaller rate is that of the step after it;
+    ``final_rate`` would be used at step ``total_steps``, one past the last.
 
     Args:
         config: bias schedule.
         step: optimizer step, from 0.
+        total_steps: optimizer steps of the whole run, or of the stage that ``step`` is counted in.
 
     Raises:
-        ValueError: a negative step, or only one of the two decay fields is set.
+        ValueError: a negative step, only one of the two decay fields is set, or both ways to decay are.
     """
     if step < 0:
         raise ValueError(f"step must be 0 or more, not {step}")
@@ -82,6 +91,10 @@ def bias_update_rate(config: BiasScheduleConfig, step: int) -> float:
             "balance.bias.decay_start_step and balance.bias.decay_steps belong together: "
             f"set both or neither (they are {start} and {steps})"
         )
+    if config.final_rate is not None:
+        if start is not None:
+            raise ValueError("balance.bias.final_rate and balance.bias.decay_steps are two ways to decay: set one")
+        return _linear(config.rate, config.final_rate, step, total_steps)
     if start is None or steps is None:
         return config.rate
     return _linear(config.rate, 0.0, max(step - start, 0), steps)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from steptron.config.schema import OptimizerConfig, PretrainConfig
-from steptron.model.layer_spec import ParameterRole
+from steptron.model.layer_spec import ParameterRole, trained_parameters
 from steptron.optim.batches import Batch, batches_of
 from steptron.optim.buffer_plan import BufferPlan, Piece, newton_schulz_cost, plan_buffers
 from steptron.optim.ownership import Reduction
@@ -53,7 +53,7 @@ class BufferFigures:
 
 def trained_parts(config: PretrainConfig, placement: Placement, rank: int) -> list[HeldParameter]:
     """Of what a rank holds, what gets gradients, in module order."""
-    trained = placement.spec.trained_parameters(placement.mtp_depths, config.balance.freeze_router)
+    trained = trained_parameters(config)
     names = {parameter.name for parameter in trained}
     return [part for part in placement.held(rank) if part.name in names]
 

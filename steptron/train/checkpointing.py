@@ -8,7 +8,7 @@ from pathlib import Path
 from steptron.checkpoint.manifest import Progress
 from steptron.checkpoint.retention import prune
 from steptron.checkpoint.saving import Saver
-from steptron.config.schema import PretrainConfig
+from steptron.config.stages import Stage
 from steptron.errors import UserError
 from steptron.platform.distributed import on_first_rank
 from steptron.train.step import TrainStep
@@ -18,7 +18,7 @@ class Checkpointing:
     """Writes a run's checkpoints. All methods are collective.
 
     Args:
-        config: the whole configuration.
+        stage: of the run, with its configuration.
         datasets: content hashes of the training datasets.
         step: holds what is saved.
         say: prints a message, once for all processes.
@@ -27,17 +27,17 @@ class Checkpointing:
 
     def __init__(
         self,
-        config: PretrainConfig,
+        stage: Stage,
         datasets: Sequence[str],
         step: TrainStep,
         say: Callable[[str], None],
         damaged: Iterable[Path] = (),
     ) -> None:
-        self._config = config
-        self._rule = config.train.checkpoint
+        self._config = stage.config
+        self._rule = stage.config.train.checkpoint
         self._step = step
         self._say = say
-        self._saver = Saver(config, datasets, step.mesh)
+        self._saver = Saver(stage.config, datasets, step.mesh, stage if stage.name else None)
         self._failed_in_a_row = 0
         self._damaged = set(damaged)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from steptron.data.batch import MicroBatch
-from steptron.data.sampler import SampleSource
+from steptron.data.samples import Samples
 from steptron.parallel.mesh import Mesh
 
 
 def global_batch(
-    source: SampleSource, first: int, batch_size: int, micro_batch_size: int, mesh: Mesh, device: torch.device
+    source: Samples, first: int, batch_size: int, micro_batch_size: int, mesh: Mesh, device: torch.device
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches of the sequences first … first + batch_size - 1.
 

@@ -17,14 +17,19 @@ import torch.distributed as dist
 from steptron.checkpoint import loading
 from steptron.checkpoint.fit import Filling
 from steptron.checkpoint.folder import checkpoint_folder, delete_partial_folders
-from steptron.checkpoint.manifest import Progress, read_config, read_manifest
+from steptron.checkpoint.manifest import Manifest, Progress, read_config, read_manifest
 from steptron.checkpoint.newest import Newest, newest_valid
-from steptron.checkpoint.resume import changes, differences
+from steptron.checkpoint.resume import changes, differences, newly_trained
 from steptron.checkpoint.weights import Weights, open_weights, refuse_damaged, same_on_every_rank
-from steptron.config.schema import PretrainConfig
-from steptron.config.summary import summary
+from steptron.config.batch_schedule import BatchSchedule
+from steptron.config.stages import Curriculum, Stage
+from steptron.config.summary import describe_stage, summary
 from steptron.data.batch import MicroBatch
-from steptron.data.sampler import SampleSource, validation_datasets
+from steptron.data.manifest import content_hashes
+from steptron.data.sampler import validation_datasets
+from steptron.data.samples import Samples
+from steptron.data.sources import open_source
+from steptron.data.spans import spans
 from steptron.errors import UserError
 from steptron.model.chunks import ModelChunks
 from steptron.model.kernels import describe_kernels
@@ -40,8 +45,8 @@ from steptron.platform.distributed import on_first_rank
 from steptron.platform.random_state import seed_generators
 from steptron.telemetry.off import NoTelemetry
 from steptron.telemetry.stopwatch import Stopwatch
-from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.checkpointing import Checkpointing
+from steptron.train.clone_mtp import clone_mtp
 from steptron.train.faults import FaultPolicy, LossSpikes, RollBack
 from steptron.train.feed import global_batch
 from steptron.train.messages import say
@@ -61,11 +66,47 @@ if TYPE_CHECKING:
     from steptron.profiling.request import ProfileRequest
 
 
-class Pretraining:
-    """One run: data, step, records and checkpoints put together. Whoever makes it holds the folder (``run_lock``).
+def pretrain(
+    curriculum: Curriculum,
+    device: torch.device,
+    stop: StopRequest,
+    fresh: bool = False,
+    profile: ProfileRequest | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> bool:
+    """Trains through all stages of a run.
+
+    The next stage starts as a run does that goes on from the checkpoint at the end of the one before: what switches is
+    what resumes.
 
     Args:
-        config: the whole configuration, already checked against the world size.
+        stop: ends the run after the current step, or before the first one, whichever process was asked.
+        curriculum, device, fresh, profile, progress: see :class:`Pretraining`.
+
+    Returns:
+        Whether the run is complete; False when it was asked to stop, and wrote a checkpoint if it made a step.
+    """
+    mesh = build_mesh(curriculum.stages[0].config.parallel)
+    while True:
+        run = Pretraining(curriculum, mesh, device, fresh, profile, progress)
+        if not run.run(stop):
+            return False
+        if run.stage is curriculum.stages[-1]:
+            return True
+        fresh = False
+        # Its memory is what the next stage's model takes.
+        del run
+        gc.unfreeze()
+        gc.collect()
+
+
+class Pretraining:
+    """A stage of a run: data, step, records and checkpoints put together. Whoever makes it holds the folder
+    (``run_lock``). The newest checkpoint says which stage goes on.
+
+    Args:
+        curriculum: the whole run's configuration, already checked against the world size.
+        mesh: the process groups.
         device: of this process, whose default process group exists.
         fresh: start over, deleting the run's earlier checkpoints and log.
         profile: steps and ranks to profile.
@@ -74,21 +115,33 @@ class Pretraining:
 
     def __init__(
         self,
-        config: PretrainConfig,
+        curriculum: Curriculum,
+        mesh: Mesh,
         device: torch.device,
         fresh: bool = False,
         profile: ProfileRequest | None = None,
         progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
-        self.config = config
         self._doing = progress
         self.profile = profile
         self.device = device
-        determinism.use_deterministic_algorithms(config.train.deterministic)
+        self.mesh = mesh
         self.is_reporter = dist.get_rank() == 0
         self._say: Callable[[str], None] = say if self.is_reporter else _say_nothing
-        self.mesh: Mesh = build_mesh(config.parallel)
-        self.train_data = SampleSource(config.data.train, "train", config.data, config.parallel.timeout_seconds)
+        self.curriculum = curriculum
+        # What is the same in all stages tells where checkpoints are; they tell the stage.
+        self.config = curriculum.stages[0].config
+        newest, damaged = Newest(None, frozenset()) if fresh else self._newest_checkpoint()
+        self.stage: Stage = curriculum.after(0 if newest is None else _steps_done(newest))
+        self.config = config = self.stage.config
+        determinism.use_deterministic_algorithms(config.train.deterministic)
+        self.train_data = open_source(
+            config.data.train,
+            "train",
+            config.data,
+            config.parallel.timeout_seconds,
+            spans(curriculum.stages)[self.stage.number] if self.stage.name else None,
+        )
         self.validation_data = self._open_validation()
         for source in filter(None, (self.train_data, self.validation_data)):
             source.check_vocabulary(config.model.vocab_size)
@@ -96,7 +149,6 @@ class Pretraining:
             self.train_data.check_same_tokenizer(self.validation_data)
         self._datasets = [dataset.manifest.content_hash for dataset in self.train_data.datasets]
         seed_generators(config.train.seed, dist.get_rank())
-        newest, damaged = Newest(None, frozenset()) if fresh else self._newest_checkpoint()
         # What does not fit the checkpoint is refused before anything is built, written or deleted.
         changed, is_complete = ([], False) if newest is None else self._examine(newest)
         initial = self._initial_weights() if newest is None else None
@@ -108,21 +160,21 @@ class Pretraining:
         self._stopwatch = None if config.telemetry.server is None else Stopwatch(device)
         self.step = TrainStep(config, self.mesh, self.device, initial, show, self._stopwatch)
         self.batches = BatchSchedule(config.train)
-        self.checkpointing = Checkpointing(config, self._datasets, self.step, self._say, damaged)
+        self.checkpointing = Checkpointing(self.stage, self._datasets, self.step, self._say, damaged)
         self.policy = FaultPolicy(config.train.faults)
         self.progress = Progress() if newest is None else self._resume(newest, changed)
 
     def run(self, stop: StopRequest) -> bool:
-        """Trains to the configured number of steps.
+        """Trains to the end of the stage.
 
         Args:
             stop: ends the run after the current step, or before the first one, whichever process was asked.
 
         Returns:
-            Whether the run is complete; False when it was asked to stop, and wrote a checkpoint if it made a step.
+            Whether the stage is complete; False when it was asked to stop, and wrote a checkpoint if it made a step.
         """
-        if self.progress.step >= self.config.train.steps:
-            self._say(f"nothing to do: step {self.progress.step} of {self.config.train.steps} is done")
+        if self.progress.step >= self.stage.last_step:
+            self._say(f"nothing to do: step {self.progress.step} of {self.curriculum.steps} is done")
             return True
         if stop.requested_anywhere():
             self._say(f"stopped as asked before step {self.progress.step + 1}; the same command goes on from there")
@@ -145,16 +197,18 @@ class Pretraining:
         config, processes = self.config, dist.get_world_size()
         counts = count_parameters(self.step.spec)
         tokens = sum(dataset.num_tokens for dataset in self.train_data.datasets)
-        ours = self.batches.consumed_after(config.train.steps) * config.data.sequence_length
+        ours = self.stage.consumed_tokens
         threads = f", {torch.get_num_threads()} threads each" if self.device.type == "cpu" else ""
         lines = [
+            *([f"stage     {describe_stage(self.stage, self.curriculum)}"] if self.stage.name else []),
             *summary(config, processes),
             f"size      {counts.total:,} parameters with MTP; {counts.active_with_embedding_and_head:,} act on a token "
             "of the main model",
-            f"data      {tokens:,} tokens; the run takes {ours:,} ({ours / tokens:.2f} epochs)",
+            f"data      {tokens:,} tokens; the {'stage' if self.stage.name else 'run'} takes {ours:,} "
+            f"({ours / tokens:.2f} epochs)",
             f"on        {processes} x {self.device.type}{threads}; everything goes to {config.train.output}",
         ]
-        consumed = self.progress.consumed_sequences, self.batches.consumed_after(config.train.steps)
+        consumed = self.progress.consumed_sequences - self.stage.first_sequence, self.stage.sequences
         if missing := len(self.train_data.missing_order_files(*consumed)):
             lines.append(
                 f"orders    {missing} are not in data.index_cache: one process builds each when needed while others "
@@ -187,19 +241,21 @@ class Pretraining:
         diagnostics: MuonDiagnostics | None,
         telemetry: NoTelemetry,
     ) -> bool:
-        train = self.config.train
+        train, stage = self.config.train, self.stage
+        if stage.name and self.progress.step == stage.first_step:
+            # Of the step that comes first, so that it is written again where the run goes on from the switch.
+            sinks.write(EventRecord(stage.first_step + 1, "stage", describe_stage(stage, self.curriculum)))
         meter = Meter(self.config, self.mesh, self.device)
         spikes = LossSpikes(train.faults.loss_spike, self.progress.recent_losses)
-        while self.progress.step < train.steps:
+        while self.progress.step < stage.last_step:
             index = self.progress.step
             self._doing(f"step {index + 1}")
-            lr = learning_rate(self.config.optimizer, index, train.steps)
-            bias_rate = 0.0 if self.config.balance.freeze_router else bias_update_rate(self.config.balance.bias, index)
-            batch_size = self.batches.global_batch_size(self.progress.consumed_sequences)
+            lr, bias_rate = self._rates(index - stage.first_step)
+            batch_size = self.batches.global_batch_size(self.progress.consumed_sequences - stage.first_sequence)
             if profiler is not None and profiler.begin(index + 1):
                 meter.restart()
             waited = time.perf_counter()
-            batches = self._global_batch(self.progress.next_sequence, batch_size)
+            batches = self._global_batch(self.progress.next_sequence - stage.first_sequence, batch_size)
             data_seconds = time.perf_counter() - waited
             if diagnostics is not None:
                 diagnostics.begin(index + 1)
@@ -215,6 +271,8 @@ class Pretraining:
                 diagnostics.end(index + 1)
             consumed = self.progress.consumed_tokens + observed.counts.valid
             norm = None if result is None else result.gradient_norm
+            if stage.name and index == stage.first_step:
+                telemetry.event("stage", stage.name)
             telemetry.end(observed, norm, consumed, {"train.learning_rate": lr, "train.batch_size": batch_size})
             if profiler is not None:
                 profiler.end(index + 1, observed.counts.valid)
@@ -234,7 +292,7 @@ class Pretraining:
                 consumed_tokens=consumed,
                 recent_losses=spikes.recent,
             )
-            done = self.progress.step == train.steps
+            done = self.progress.step == stage.last_step
             stopping = observed.stop_requested and not done
             if result is None:
                 sinks.write(EventRecord(index + 1, "skipped", str(rejected)))
@@ -268,14 +326,20 @@ class Pretraining:
                 self.checkpointing.save(self.progress, validation_loss, clips=due, last=last, requested=asked)
                 telemetry.event("checkpoint", "an alert asked for it" if observed.save_requested else "")
                 meter.restart()
-            if done or stopping:
-                telemetry.event("finished", "" if done else "stopped as asked")
+            if self.progress.step == self.curriculum.steps or stopping:
+                telemetry.event("finished", "stopped as asked" if stopping else "")
             telemetry.send()
             if stopping:
                 return False
             if profiler is not None and profiler.write():
                 meter.restart()
         return True
+
+    def _rates(self, step: int) -> tuple[float, float]:
+        """Learning rate and bias update rate of a step of the stage, from 0."""
+        steps, balance = self.config.train.steps, self.config.balance
+        bias = 0.0 if balance.freeze_router else bias_update_rate(balance.bias, step, steps)
+        return learning_rate(self.config.optimizer, step, steps), bias
 
     def _judging(self, spikes: LossSpikes) -> Callable[[float], str | None]:
         """What decides about the next update. Replicas are compared here: after forward and backward, and before the
@@ -314,7 +378,12 @@ class Pretraining:
                 f"training stopped at step {fault.step}: {fault.reason}\nthere is no checkpoint yet to roll back to: "
                 "set train.checkpoint.every_steps lower, or another policy under train.faults"
             )
-        progress = loading.load(newest, self.step.chunks, self.step.optimizer, self.mesh)
+        if self.curriculum.after(_steps_done(newest)) is not self.stage:
+            raise UserError(
+                f"training stopped at step {fault.step}: {fault.reason}\nthe checkpoint to roll back to, {newest}, is "
+                "of the stage before: the same command goes on from there"
+            )
+        progress = self._load(newest)
         if self.step.weight_clipping is not None:
             self.step.weight_clipping.restart()
         left_out = fault.stop - progress.consumed_sequences
@@ -334,14 +403,14 @@ class Pretraining:
         train = self.config.train
         return newest_valid(train.output, train.checkpoint.verify == "checksums", self._say)
 
-    def _open_validation(self) -> SampleSource | None:
+    def _open_validation(self) -> Samples | None:
         """The data to validate on; None where there is nothing to validate on."""
         data = self.config.data
         datasets = validation_datasets(data)
         if not datasets:
             self._say("no validation: the training data has no validation split, and data.validation is empty")
             return None
-        return SampleSource(datasets, "validation", data, self.config.parallel.timeout_seconds)
+        return open_source(datasets, "validation", data, self.config.parallel.timeout_seconds)
 
     def _initial_weights(self) -> Weights | None:
         if self.config.train.initial_weights is None:
@@ -355,18 +424,63 @@ class Pretraining:
         return weights
 
     def _examine(self, folder: Path) -> tuple[list[str], bool]:
-        """What has changed since a checkpoint, and whether the run has ended with it."""
+        """What has changed since a checkpoint, and whether the run has ended with it.
+
+        The stage that wrote it is compared with what it is now; that the next one differs is no change.
+        """
         manifest = read_manifest(folder)
+        saved, step = read_config(folder), _steps_done(folder)
+        if self.stage.name and step > self.curriculum.steps:
+            raise UserError(
+                f"{folder}: the run is at step {step} already, beyond step {self.curriculum.steps}, with which "
+                f"{self.stage.name} ends as the configuration is now"
+            )
+        stage = self.curriculum.before(step)
+        datasets = (
+            self._datasets
+            if stage is self.stage
+            else content_hashes(dataset.path for dataset in stage.config.data.train)
+        )
         try:
-            noted = changes(read_config(folder), self.config, manifest, self._datasets)
+            noted = changes(saved, stage.config, manifest, datasets)
         except UserError as error:
             raise UserError(f"{folder}: {error}") from error
-        return noted, manifest.progress is not None and manifest.progress.step >= self.config.train.steps
+        self._check_history(folder, manifest)
+        return noted, step >= self.curriculum.steps
+
+    def _check_history(self, folder: Path, manifest: Manifest) -> None:
+        """A curriculum must lead to where the checkpoint is: schedules and data are counted from borders of stages."""
+        step, stage = _steps_done(folder), self.curriculum.before(_steps_done(folder))
+        was = manifest.stage
+        if not stage.name and was is None:
+            return
+        is_now = (stage.name, stage.first_sequence, stage.sequences)
+        if was is None or (was.name, was.first_sequence, was.sequences) != is_now:
+            before = "without stages" if was is None else _described(was.name, was.first_sequence, was.sequences)
+            raise UserError(
+                f"{folder}: step {step} was made {before}; as the configuration is now it is made "
+                f"{_described(*is_now) if stage.name else 'without stages'}. Set names, tokens, sequence lengths and "
+                "batch sizes of the stages that have begun back (later ones may change), give another train.output, or "
+                "start over with --fresh"
+            )
 
     def _resume(self, folder: Path, changed: list[str]) -> Progress:
-        progress = loading.load(folder, self.step.chunks, self.step.optimizer, self.mesh)
+        progress = self._load(folder)
         self._say("\n  changed: ".join([f"resuming from {folder} (step {progress.step})", *changed]))
         return progress
+
+    def _load(self, folder: Path) -> Progress:
+        """Takes the state of a checkpoint of this stage, or of the end of the one before."""
+        stage, depths = self.stage, self.config.loss.mtp_train_depths
+        saved = self.curriculum.before(_steps_done(folder)).config
+        begun = newly_trained(saved, self.config)
+        progress = loading.load(folder, self.step.chunks, self.step.optimizer, self.mesh, begun)
+        if progress.step > stage.first_step or stage.number == 0:
+            return progress
+        if stage.clone_mtp:
+            clone_mtp(self.step.chunks, self.step.optimizer, self.mesh, depths)
+            self._say(f"MTP depths 2 to {depths} begin as copies of depth 1")
+        return replace(progress, left_out_sequences=0)
 
     def _delete_run(self, initial: Path | None) -> None:
         folder = self.config.train.output / "checkpoints"
@@ -396,7 +510,7 @@ class Pretraining:
         if not self.is_reporter:
             return Sinks([])
         try:
-            return make_sinks(self.config, self.config.train.output, self.progress.step)
+            return make_sinks(self.stage, self.progress.step)
         except OSError as error:
             raise UserError(f"the run's log cannot be written: {error}") from error
 
@@ -455,6 +569,16 @@ class Pretraining:
             self._say(f"no loss plot: {error}")
             return
         self._say(f"loss plot: {output / 'loss.png'}")
+
+
+def _steps_done(folder: Path) -> int:
+    """Steps behind a checkpoint of a run; 0 of one that holds a model alone, which says so where it is loaded."""
+    progress = read_manifest(folder).progress
+    return 0 if progress is None else progress.step
+
+
+def _described(name: str, first_sequence: int, sequences: int) -> str:
+    return f"in stage {name}, of {sequences:,} sequences after {first_sequence:,}"
 
 
 def _due(step: int, every: int | None) -> bool:

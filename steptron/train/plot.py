@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from steptron.errors import UserError
-from steptron.train.records import StepRecord, ValidationRecord, read_records
+from steptron.train.records import EventRecord, StepRecord, ValidationRecord, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,6 +46,20 @@ def plot_losses(jsonl: Path, png: Path, reference_lines: Mapping[str, float] | N
     losses, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
     _draw_losses(losses, steps, validations, reference_lines or {})
     _draw_rate_and_speed(rate, steps)
+    # A stage's event has the step that comes first in it; a run's first stage needs no line.
+    for event in records:
+        if isinstance(event, EventRecord) and event.event == "stage" and event.step > 1:
+            for axes in (losses, rate):
+                axes.axvline(event.step - 0.5, color=_GREY, linewidth=0.8, zorder=0)
+            losses.annotate(
+                event.detail.split(" (")[0],
+                (event.step - 0.5, 1.0),
+                xycoords=losses.get_xaxis_transform(),
+                xytext=(2, -10),
+                textcoords="offset points",
+                color=_GREY,
+                fontsize=8,
+            )
     figure.align_ylabels([losses, rate])
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, format="png")

@@ -17,10 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from steptron.config.schema import PretrainConfig
+from steptron.config.stages import Stage
 from steptron.errors import UserError
 from steptron.train.appended_file import AppendedFile
-from steptron.train.batch_schedule import BatchSchedule
 from steptron.train.console import ConsoleSink
 from steptron.train.messages import warn
 from steptron.train.records import Record, scalars, to_json
@@ -218,20 +217,19 @@ class WandbSink:
             warn(f"Weights & Biases gets nothing more: {type(error).__name__}: {error}; log.jsonl goes on")
 
 
-def make_sinks(config: PretrainConfig, output: Path, resume_step: int) -> Sinks:
+def make_sinks(stage: Stage, resume_step: int) -> Sinks:
     """Opens the sinks that ``train.logging`` asks for, in the reporting process.
 
     Args:
-        config: the run's configuration.
-        output: folder of the run; gets ``log.jsonl``, ``tensorboard/`` and W&B's files.
+        stage: of the run that is about to train; the run's folder gets ``log.jsonl``, ``tensorboard/`` and W&B's files.
         resume_step: optimizer steps completed at the checkpoint that the run resumes from; 0 for a new run.
 
     Raises:
         UserError: a sink that was asked for needs a package that is not installed, or the existing
             log cannot be read.
     """
+    config, output = stage.config, stage.config.train.output
     logging = config.train.logging
-    batches = BatchSchedule(config.train)
     sinks: list[Sink] = []
     # Those that may miss a package come first: nothing is cut back by a run that does not start.
     if logging.wandb_project is not None:
@@ -241,10 +239,10 @@ def make_sinks(config: PretrainConfig, output: Path, resume_step: int) -> Sinks:
     sinks.append(JsonlSink(output / LOG_NAME, resume_step))
     sinks.append(
         ConsoleSink(
-            total_steps=config.train.steps,
-            total_sequences=batches.consumed_after(config.train.steps),
+            total_steps=stage.last_step,
+            total_sequences=stage.consumed_before(stage.last_step),
             done_steps=resume_step,
-            done_sequences=batches.consumed_after(resume_step),
+            done_sequences=stage.consumed_before(resume_step),
         )
     )
     return Sinks(sinks)

@@ -7,16 +7,14 @@ import math
 import torch
 
 from steptron.config.schema import PretrainConfig
-from steptron.data.sampler import SampleSource
+from steptron.data.samples import Samples
 from steptron.parallel.mesh import Mesh
 from steptron.train.feed import global_batch
 from steptron.train.records import ValidationRecord
 from steptron.train.step import TrainStep
 
 
-def validate(
-    config: PretrainConfig, source: SampleSource, step: TrainStep, mesh: Mesh, completed: int
-) -> ValidationRecord:
+def validate(config: PretrainConfig, source: Samples, step: TrainStep, mesh: Mesh, completed: int) -> ValidationRecord:
     """Evaluates the model. Collective.
 
     Args:

@@ -131,7 +131,7 @@ def test_what_other_machines_have_does_not_matter(tmp_path: Path, monkeypatch: p
         (["--world-size", "100"], "the number of processes (100) must be a multiple of parallel.pipeline x tensor x"),
         (["parallel.tensor=3"], "parallel.tensor can be"),
         (
-            ["train.global_batch_size=4097", "train.batch_ramp=null"],
+            ["train.global_batch_size=4097", "stages.0.train.batch_ramp=null"],
             "train.global_batch_size (4097) must be a multiple",
         ),
         (["parallel.pipeline_layout=Ett|tt"], "parallel.pipeline_layout"),

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steptron.config import checks
-from steptron.config.checks import check, smallest_world_size
+from steptron.config.checks import check, check_stages, smallest_world_size
 from steptron.config.loader import load
 from steptron.config.schema import ParallelConfig, PretrainConfig
+from steptron.config.stages import Curriculum, Stage
 from steptron.errors import ConfigError
 from tests.config.samples import MINIMAL, write
 
@@ -457,6 +458,13 @@ REFUSED = [
             ),
         )
     ),
+    # -------------------------------------------------------------------------------------- data
+    (
+        ["data.packing=best_fit", "data.document_attention=crossing"],
+        1,
+        "data.packing is best_fit, whose documents have nothing to do with each other, but data.document_attention is "
+        "crossing: set it to isolated, or data.packing to stream",
+    ),
     # ---------------------------------------------------------------------------------- schedule
     (
         ["optimizer.schedule.warmup_steps=10"],
@@ -601,6 +609,17 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "world_size", "problem"), REFUSED)
 def test_refused(overrides: list[str], world_size: int, problem: str) -> None:
     assert problems(*overrides, world_size=world_size) == (problem,)
+
+
+def test_an_index_cache_needs_a_stage_that_reads_streams() -> None:
+    packed = config("data.packing=best_fit", "data.index_cache=index")
+    with pytest.raises(ConfigError) as caught:
+        check_stages(Curriculum.of(packed), 1, "cpu")
+    assert caught.value.problems == (
+        "data.index_cache is set, but data.packing is best_fit, which processes compute in memory: leave it out",
+    )
+    streamed = Stage(config("data.index_cache=index"))
+    check_stages(Curriculum((streamed, Stage(packed))), 1, "cpu")
 
 
 def test_every_size_of_a_batch_ramp_must_fit() -> None:

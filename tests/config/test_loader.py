@@ -400,7 +400,7 @@ def test_an_override_that_is_not_yaml() -> None:
 
 def test_sources() -> None:
     write(Path(), "whole.yaml", MINIMAL)
-    sources = loaded("base: whole.yaml\n\ntrain:\n  steps: 5", "data.train.1.weight=2").sources
+    sources = loaded("base: whole.yaml\n\ntrain:\n  steps: 5", "data.train.1.weight=2").sources[0]
     assert sources["model.hidden_size"] == Source("file", "whole.yaml", 3)
     assert sources["model.full.rope.theta"] == Source("file", "whole.yaml", 8)
     assert sources["data.train.0.path"] == Source("file", "whole.yaml", 13)
@@ -416,7 +416,7 @@ def test_files_outside_the_working_directory_are_named_in_full(tmp_path: Path, m
     path = write(tmp_path, "run.yaml", MINIMAL)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert str(load(Path("../run.yaml")).sources["train.steps"]) == f"{path}:20"
+    assert str(load(Path("../run.yaml")).sources[0]["train.steps"]) == f"{path}:20"
 
 
 # --------------------------------------------------------------------------- defaults that depend
@@ -427,7 +427,7 @@ def test_a_frozen_router_defaults_to_no_bias_update() -> None:
     assert loaded(MINIMAL, "balance.freeze_router=true").config.balance.bias.rate == 0
     asked = loaded(MINIMAL, "balance.freeze_router=true", "balance.bias.rate=1e-2").config
     assert asked.balance.bias.rate == 1e-2  # refused by the checks, not changed silently
-    assert loaded(MINIMAL, "balance.freeze_router=true").sources["balance.bias.rate"] == Source("default")
+    assert loaded(MINIMAL, "balance.freeze_router=true").sources[0]["balance.bias.rate"] == Source("default")
 
 
 def test_without_mtp_no_depth_is_trained_by_default() -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from steptron.config.checks import check, data_parallel_size
+from steptron.config.batch_schedule import BatchSchedule
+from steptron.config.checks import check, check_stages, data_parallel_size
 from steptron.config.loader import load
 from steptron.config.schema import ModelConfig, PretrainConfig
 from steptron.model.layer_spec import AttentionKind, DenseFfnSpec, MoeFfnSpec, RopeScaling, model_spec
 from steptron.model.stages import split_stages
-from steptron.train.batch_schedule import BatchSchedule
 from tests.config.samples import MINIMAL, write
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -28,14 +28,16 @@ def model(name: str, folder: Path) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [("nano", 1), ("nano", 8), ("tiny-quickstart", 2), ("step3p5-flash", 64), ("step3p5-flash", 4096)],
+    [("nano", 1), ("nano", 8), ("tiny-quickstart", 2), ("step3p5-flash", 64), ("tiny-curriculum", 1)],
 )
 def test_runs_are_accepted(name: str, world_size: int) -> None:
-    check(preset(name), world_size, "cpu")
+    check_stages(load(CONFIGS / "pretrain" / f"{name}.yaml").curriculum, world_size, "cpu")
 
 
 def test_every_run_is_tested() -> None:
-    assert {file.stem for file in (CONFIGS / "pretrain").glob("*.yaml")} == {"nano", "tiny-quickstart", "step3p5-flash"}
+    assert {file.stem for file in (CONFIGS / "pretrain").glob("*.yaml")} == {
+        *("nano", "tiny-quickstart", "tiny-curriculum", "step3p5-flash")
+    }
     assert {file.stem for file in (CONFIGS / "model").glob("*.yaml")} == set(MODELS)
 
 
@@ -60,6 +62,14 @@ def test_layouts_of_4096_ranks(name: str, context: int, tmp_path: Path) -> None:
         assert size % (ranks * config.train.micro_batch_size * parallel.pipeline) == 0
     stages = split_stages(45, 8 * parallel.virtual_pipeline, parallel.pipeline_layout)
     assert parallel.virtual_pipeline > 1 and sum(len(stage.layers) for stage in stages) == 45
+
+
+def test_the_reports_stages_suit_4096_ranks(tmp_path: Path) -> None:
+    """The 4K stages under the report's layout, all of them with context parallelism."""
+    flash = CONFIGS / "pretrain" / "step3p5-flash.yaml"
+    check_stages(load(flash).curriculum.through("anneal-4k"), 4096, "cuda")
+    text = f"base: [{flash}, {CONFIGS}/parallel/long-context.yaml]"
+    check_stages(load(write(tmp_path, "run.yaml", text)).curriculum, 4096, "cuda")
 
 
 def test_every_layout_is_tested() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from steptron.config.checks import check
 from steptron.config.loader import load
+from steptron.parallel.mesh import build_mesh
 from steptron.train.loop import Pretraining
 from steptron.train.records import read_records
 from steptron.train.run_lock import run_lock_of_all
@@ -29,11 +30,12 @@ OPTIONS = (
 def pretrain(rank: int, world_size: int, data: str, output: str, steps: int, fresh: bool = False) -> str:
     """What a run prints."""
     _, file, *overrides = pretrain_arguments(Path(data), Path(output), steps, *OPTIONS)
-    config = load(REPOSITORY / file, overrides).config
+    curriculum = load(REPOSITORY / file, overrides).curriculum
+    config = curriculum.stages[0].config
     check(config, world_size, check_data=True)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), run_lock_of_all(config.train.output):
-        Pretraining(config, torch.device("cpu"), fresh=fresh).run(StopRequest())
+        Pretraining(curriculum, build_mesh(config.parallel), torch.device("cpu"), fresh=fresh).run(StopRequest())
     return printed.getvalue()
 
 

@@ -135,19 +135,19 @@ def test_impossible_schedules_are_refused(config: OptimizerConfig, step: int, me
 
 
 def test_bias_rate_is_constant_without_a_decay() -> None:
-    assert {bias_update_rate(BiasScheduleConfig(rate=1e-3), step) for step in (0, 1, 10**9)} == {1e-3}
+    assert {bias_update_rate(BiasScheduleConfig(rate=1e-3), step, 1000) for step in (0, 1, 10**9)} == {1e-3}
 
 
 def test_bias_rate_falls_linearly_to_zero() -> None:
     config = BiasScheduleConfig(rate=1e-3, decay_start_step=100, decay_steps=8)
-    assert [bias_update_rate(config, step) for step in (0, 99, 100)] == [1e-3] * 3
+    assert [bias_update_rate(config, step, 1000) for step in (0, 99, 100)] == [1e-3] * 3
     for step in range(100, 109):
-        assert bias_update_rate(config, step) == pytest.approx(1e-3 * (108 - step) / 8, rel=1e-14, abs=0)
-    assert bias_update_rate(config, 107) > 0.0
-    assert bias_update_rate(config, 108) == bias_update_rate(config, 10**6) == 0.0
+        assert bias_update_rate(config, step, 1000) == pytest.approx(1e-3 * (108 - step) / 8, rel=1e-14, abs=0)
+    assert bias_update_rate(config, 107, 1000) > 0.0
+    assert bias_update_rate(config, 108, 1000) == bias_update_rate(config, 10**6, 1000) == 0.0
 
 
 @pytest.mark.parametrize("field", ["decay_start_step", "decay_steps"])
 def test_half_a_bias_decay_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match=r"balance.bias.decay_start_step and balance.bias.decay_steps belong together"):
-        bias_update_rate(BiasScheduleConfig(**{field: 3}), 0)
+        bias_update_rate(BiasScheduleConfig(**{field: 3}), 0, 1000)

@@ -31,7 +31,7 @@ def long_context(folder: Path) -> PretrainConfig:
     batch = [
         "optimizer.name=muon",
         "data.sequence_length=131072",
-        "train.batch_ramp=null",
+        "stages.0.train.batch_ramp=null",
         "train.global_batch_size=1024",
     ]
     config = load(file, batch).config

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from steptron.config.checks import check
+from steptron.config.checks import check_stages
 from steptron.config.loader import load
 from tests.end_to_end.runs import build_data, pretrain_arguments
 from tests.tools import stub_slurm
@@ -269,7 +269,8 @@ def test_sizes_and_layouts_fit_their_configurations() -> None:
         assert number["gpus-per-node"] == number["ntasks-per-node"] == 8
         file = re.findall(r"CONFIG:-([^}]+)}", text)[0]
         sizes[script] = number["nodes"] * number["ntasks-per-node"]
-        check(load(REPOSITORY / file, []).config, world_size=sizes[script], device="cuda")
+        through = re.findall(r"--through (\S+)", text)
+        check_stages(load(REPOSITORY / file).through(*through or [None]), world_size=sizes[script], device="cuda")
     assert sizes == {"two-nodes.sbatch": 16, "512-nodes.sbatch": 4096}
     layout = yaml.safe_load((REPOSITORY / "configs" / "parallel" / "report.yaml").read_text())["parallel"]
     assert (layout["pipeline"], layout["expert"]) == (8, 8)

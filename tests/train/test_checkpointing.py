@@ -18,6 +18,7 @@ import torch
 from steptron.checkpoint import saving
 from steptron.checkpoint.folder import checkpoint_folder, list_checkpoints, partial_folders
 from steptron.checkpoint.manifest import Progress, read_manifest
+from steptron.config.stages import Stage
 from steptron.errors import UserError
 from steptron.parallel.mesh import build_mesh
 from steptron.train.checkpointing import Checkpointing
@@ -36,7 +37,7 @@ class Run:
         self.train = TrainStep(config, mesh, torch.device("cpu"))
         self.output = output
         self.said: list[str] = []
-        self.checkpointing = Checkpointing(config, ["hash"], self.train, self.said.append)
+        self.checkpointing = Checkpointing(Stage(config), ["hash"], self.train, self.said.append)
         self._batches = make_batches()[mesh.data_rank :: mesh.data_size]
 
     def step(self) -> None:

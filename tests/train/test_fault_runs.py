@@ -20,8 +20,10 @@ from steptron.checkpoint.manifest import read_manifest, write_manifest
 from steptron.checkpoint.verification import problems
 from steptron.config.checks import check
 from steptron.config.loader import load
+from steptron.config.stages import Curriculum
 from steptron.data.batch import MicroBatch
 from steptron.errors import UserError
+from steptron.parallel.mesh import build_mesh
 from steptron.train.loop import Pretraining
 from steptron.train.records import EventRecord, Record, StepRecord, read_records
 from steptron.train.run_lock import run_lock_of_all
@@ -127,7 +129,7 @@ def pretrain(
         mock.patch("gc.freeze"),  # this process outlives the run
         run_lock_of_all(config.train.output),
     ):
-        run = Pretraining(config, torch.device("cpu"))
+        run = Pretraining(Curriculum.of(config), build_mesh(config.parallel), torch.device("cpu"))
         try:
             run.run(StopRequest())
         except UserError as raised:
@@ -140,7 +142,8 @@ def digests(train: TrainStep) -> dict[str, str]:
     for kind, states in train.optimizer.state().items():
         tensors |= {f"{kind} of {s.owned.name}[{s.owned.piece.start}:]": s.tensor for s in states}
     found = {
-        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
     }
     return found | {"updates": str(train.optimizer.num_steps)}
 

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from steptron.config.schema import PretrainConfig
+from steptron.config.stages import Stage
 from steptron.errors import UserError
 from steptron.train.console import ConsoleSink
 from steptron.train.records import (
@@ -526,7 +527,7 @@ def test_make_sinks_opens_what_the_configuration_asks_for(
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = pretrain_config(tmp_path, tensorboard=True, wandb_project="steptron")
-    with make_sinks(config, tmp_path, resume_step=0) as sinks:
+    with make_sinks(Stage(config), resume_step=0) as sinks:
         sinks.write(step_record(10))
     assert read_records(tmp_path / "log.jsonl") == [step_record(10)]
     assert list((tmp_path / "tensorboard").glob("events.*"))
@@ -538,7 +539,7 @@ def test_make_sinks_opens_what_the_configuration_asks_for(
 def test_make_sinks_leaves_out_what_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
-    with make_sinks(pretrain_config(tmp_path, tensorboard=False), tmp_path, resume_step=0) as sinks:
+    with make_sinks(Stage(pretrain_config(tmp_path, tensorboard=False)), resume_step=0) as sinks:
         sinks.write(step_record(1))
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
@@ -551,7 +552,7 @@ def test_a_missing_package_stops_before_the_log_is_cut(
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     write_all(tmp_path / "log.jsonl", 0, [step_record(1), step_record(2)])
     with pytest.raises(UserError, match="pip install"):
-        make_sinks(pretrain_config(tmp_path, **logging), tmp_path, resume_step=1)
+        make_sinks(Stage(pretrain_config(tmp_path, **logging)), resume_step=1)
     assert len(read_records(tmp_path / "log.jsonl")) == 2
 
 

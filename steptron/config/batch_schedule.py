@@ -63,3 +63,14 @@ class BatchSchedule:
             consumed += taken * size
             steps -= taken
         return consumed + steps * self._sizes[-1]
+
+    def steps_to_consume(self, sequences: int) -> int:
+        """The fewest optimizer steps that consume at least so many sequences."""
+        consumed = steps = 0
+        increments = len(self._sizes) - 1
+        for number, size in enumerate(self._sizes[:-1], start=1):
+            border = min(sequences, -(-number * self._ramp_sequences // increments))
+            taken = max(0, -(-(border - consumed) // size))
+            consumed += taken * size
+            steps += taken
+        return steps + max(0, -(-(sequences - consumed) // self._sizes[-1]))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from steptron.config.batch_schedule import BatchSchedule
 from steptron.config.schema import TrainConfig
-from steptron.train.batch_schedule import BatchSchedule
 
 
 def schedule(global_batch_size: int, ramp: tuple[int, int, int] | None = None) -> BatchSchedule:
