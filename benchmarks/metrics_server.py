@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -178,6 +179,8 @@ def run_load(values: int, seconds: float, processes: int, receivers: int, rate: 
             sent = max(iterations for iterations, _, _ in results)
             stored = _settled(server, sent)
             partial = sum(run.partial for run in _runs(server))
+    tenths = [statistics.median(part) / 1e9 for part in _tenths(memory)]
+    print("memory in each tenth of the time, GB:", " ".join(f"{value:.2f}" for value in tenths))
     early, late = memory[len(memory) // 4 : len(memory) // 2], memory[-len(memory) // 4 :]
     return {
         "connections": connections,
@@ -189,6 +192,11 @@ def run_load(values: int, seconds: float, processes: int, receivers: int, rate: 
         "memory_growth": statistics.median(late) / statistics.median(early),
         "memory_gb": max(memory) / 1e9,
     }
+
+
+def _tenths(values: list[float]) -> list[list[float]]:
+    borders = [len(values) * part // 10 for part in range(11)]
+    return [values[first:stop] for first, stop in itertools.pairwise(borders) if stop > first]
 
 
 def _receive(pipe: Connection, seconds: float) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from steptron.config.schema import DataConfig, DatasetConfig, LossConfig
 from steptron.data.batch import MicroBatch
@@ -23,6 +22,7 @@ from steptron.data.sampler import SampleSource
 from steptron.data.sources import open_source
 from steptron.model.assembly import StepModel
 from steptron.model.mtp import mtp_loss_mask
+from steptron.platform.distributed import shutdown
 from steptron.train.feed import global_batch
 from steptron.train.losses import count_tokens, loss_coefficients
 from tests.model.helpers import assert_all_close, build_model, fill, gradients, single_process, small_config
@@ -201,8 +201,7 @@ def test_streams_are_the_default(folder: Path) -> None:
 def _no_process_group_is_left() -> Iterator[None]:
     """Other tests of this process make their own."""
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    shutdown()
 
 
 MODEL, LOSSES = small_config(vocab_size=420), LossConfig(mtp_train_depths=2)

@@ -57,6 +57,7 @@ def small_config(**changes: Any) -> ModelConfig:
 def single_process() -> Mesh:
     """The mesh of this process alone; its gloo group is made at the first call and kept."""
     if not dist.is_initialized():
+        parallel_state.destroy_model_parallel()  # groups that a test has left behind with a world of its own
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
         return Mesh(ProcessGroupCollection.use_mpu_process_groups())

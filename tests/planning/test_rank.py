@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from steptron.config.loader import load
 from steptron.config.schema import PretrainConfig
 from steptron.planning.ownership import owned_in_stage, owned_pieces, rank_buffers
 from steptron.planning.placement import placement
 from steptron.planning.rank import BuiltRank, build_rank
+from steptron.platform.distributed import shutdown
 from tests.planning.layouts import CONFIGS, FLASH, RANKS, WORLD_SIZE, long_context, report
 
 MUON = "optimizer.name=muon"
@@ -19,9 +19,7 @@ MUON = "optimizer.name=muon"
 @pytest.fixture(autouse=True)
 def no_process_group() -> None:
     """Leaves the group of one that tests of the model keep in this process; they make it anew."""
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    shutdown()
 
 
 @pytest.fixture(scope="module", params=["report", "long context"])

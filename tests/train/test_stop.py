@@ -111,8 +111,8 @@ sys.exit(75)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=inner, stderr=inner)
     try:
         os.close(inner)
-        assert b"ready" in os.read(terminal, 100)
-        os.close(terminal)
+        with open(terminal, "rb", buffering=0) as screen:  # to the end of the line: the rest of it must not be lost
+            assert screen.readline() == b"ready\r\n"
         process.send_signal(signal.SIGHUP)
         assert process.wait(timeout=60) == STOPPED_EXIT_CODE
     finally:

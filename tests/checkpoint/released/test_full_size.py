@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from steptron.checkpoint.released.names import ReleasedTensor, released_tensors
 from steptron.config.checks import check, smallest_world_size
@@ -25,6 +23,7 @@ from steptron.model.parameter_shards import MatrixShard
 from steptron.planning.built import built_shapes
 from steptron.planning.placement import HeldParameter, Placement, placement
 from steptron.planning.rank import build_rank
+from steptron.platform.distributed import shutdown
 from tests.config.test_presets import model
 from tests.planning.layouts import FLASH, long_context
 
@@ -98,9 +97,7 @@ def tensors(spec: ModelSpec) -> list[ReleasedTensor]:
 @pytest.fixture
 def no_process_group() -> None:
     """Leaves the group of one that tests of the model keep in this process; they make it anew."""
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    shutdown()
 
 
 # --------------------------------------------------------------------------- names, shapes, figures
