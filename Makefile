@@ -48,7 +48,7 @@ NATIVE_SOURCES := $(shell find kernels -name '*.cpp' -o -name '*.h') kernels/ste
 # --system-site-packages shows the packages of a system Python; those of a virtual environment need their path.
 outer_packages := import sys, sysconfig; print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
 
-.PHONY: help setup native quickstart curriculum test test-py312 lint format bench soak clean distclean
+.PHONY: help setup native quickstart curriculum sft test test-py312 lint format bench soak clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -119,6 +119,18 @@ curriculum: setup ## all stages of configs/pretrain/tiny-curriculum.yaml: base, 
 	@test -d $(CURRICULUM)/mid-data || $(STEPTRON) data build $(CURRICULUM)/long/kept --output $(CURRICULUM)/mid-data --tokenizer $(CURRICULUM)/data $(METADATA)
 	@$(STEPTRON) config show configs/pretrain/tiny-curriculum.yaml --plot $(CURRICULUM)/schedule.png | sed -n '/^#/p'
 	$(STEPTRON) pretrain configs/pretrain/tiny-curriculum.yaml $(CURRICULUM_ARGS)
+
+SFT := runs/sft
+sft: setup ## configs/sft/tiny.yaml: an assistant of what `make curriculum` has trained (which runs first, if it has not)
+	@test -d $(CURRICULUM)/train/checkpoints || $(MAKE) --no-print-directory curriculum
+	@test -d $(SFT)/conversations || $(STEPTRON) sft stdlib-conversations $(CURRICULUM)/corpus.jsonl $(SFT)/conversations
+	@for domain in docs code tools arithmetic; do \
+		test -d $(SFT)/data/$$domain || $(STEPTRON) sft build $(SFT)/conversations --domain $$domain \
+			--output $(SFT)/data/$$domain --tokenizer $(CURRICULUM)/data --max-tokens 1024 --on-long skip \
+			--validation-fraction 0.03 || exit 1; \
+	done
+	@$(STEPTRON) config show configs/sft/tiny.yaml | sed -n '/^#/p'
+	$(STEPTRON) sft configs/sft/tiny.yaml $(SFT_ARGS)
 
 test: setup ## run the test suite; installs Chromium and PostgreSQL's server where they are missing
 	@sh tools/chromium_for_tests.sh >/dev/null && sh tools/postgres_for_tests.sh install

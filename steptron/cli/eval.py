@@ -79,9 +79,13 @@ def _print(found: list[Evaluation]) -> None:
     for depth in range(len(found[0].mtp_losses)):
         table.add_column(f"MTP {depth + 1}")
     for one in found:
-        losses = [f"{one.lm_loss:.4f}", f"{one.bits_per_byte:.4f}", *(f"{loss:.4f}" for loss in one.mtp_losses)]
+        losses = [f"{one.lm_loss:.4f}", _or_unknown(one.bits_per_byte), *(f"{loss:.4f}" for loss in one.mtp_losses)]
         table.add_row(str(one.dataset), f"{one.tokens:,}", *losses)
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
     console.print(table)
+
+
+def _or_unknown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -19,7 +19,9 @@ class _SteptronGroup(LazyGroup):
         "pretrain": LazyCommand("steptron.cli.pretrain:pretrain", "Pre-train a model."),
         "generate": LazyCommand("steptron.cli.generate:generate", "Write text with a checkpoint."),
         "eval": LazyCommand("steptron.cli.eval:evaluate", "Held-out loss of a model, dataset by dataset."),
-        "sft": LazyCommand("steptron.cli.sft_data:app", "Build datasets of conversations, and look at them."),
+        "sft": LazyCommand(
+            "steptron.cli.sft:app", "Make an assistant: build datasets of conversations, train on them."
+        ),
         "data": LazyCommand("steptron.cli.data:app", "Build and inspect datasets."),
         "config": LazyCommand("steptron.cli.config:app", "Show and check a configuration."),
         "plan": LazyCommand("steptron.cli.plan:plan", "Show what a layout costs and what its ranks hold."),

@@ -5,7 +5,7 @@ over earlier ones, and the file itself over all of them: mappings merge key by k
 is replaced. The tag ``!replace`` in front of a mapping takes it whole instead of merging it. Paths in
 ``data`` and ``train.output`` are relative to the current working directory, not to the file.
 
-A file may list ``stages:``, the parts of a run one after the other. Each has a name and a budget of tokens
+A file may list ``stages:``, the parts of a run one after the other. Each has a name and a budget of tokens or epochs
 (``StageConfig``), and its own ``model``, ``balance``, ``loss``, ``data``, ``optimizer`` and ``train`` on top of the
 file's.
 
@@ -15,6 +15,7 @@ An override is ``dotted.key=value`` with the value in YAML; list items are named
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,7 +181,8 @@ def _load_stages(tree: Node, title: str, problems: list[str]) -> Loaded:
             # How many steps a stage has follows from its other settings.
             own = merge(own, _single(("train", "steps"), Node(1, item.source)))
             trees.append(merge(Node(base, tree.source), own))
-            parts.append((head, _validated(trees[-1], PretrainConfig, title, [])))
+            config = _validated(trees[-1], PretrainConfig, title, [])
+            parts.append((_counted(number, head, config, title), config))
         except ConfigError as error:
             problems += [text for text in error.problems if text not in problems]
     if problems:
@@ -216,7 +218,25 @@ def _stage_parts(number: int, item: Node, title: str) -> tuple[StageConfig, Node
     except ValidationError as error:
         lines = describe(error, StageConfig, head)
         raise ConfigError(title, [f"stages.{number}.{line}" for line in lines]) from None
+    if (stage.tokens is None) == (stage.epochs is None):
+        raise ConfigError(
+            title, [f"stages.{number} takes either tokens or epochs as its budget [{item.source.detail}]"]
+        )
     return stage, Node(own, item.source)
+
+
+def _counted(number: int, stage: StageConfig, config: PretrainConfig, title: str) -> StageConfig:
+    """The stage with its budget in tokens: how many an epoch has is known to the data alone."""
+    if stage.epochs is None:
+        return stage
+    from steptron.data.errors import DataError
+    from steptron.data.sources import open_source
+
+    try:
+        samples = open_source(config.data.train, "train", config.data).samples_per_epoch
+    except DataError as error:
+        raise ConfigError(title, [f"stages.{number}.epochs: an epoch cannot be counted: {error}"]) from None
+    return stage.model_copy(update={"tokens": math.ceil(stage.epochs * samples) * config.data.sequence_length})
 
 
 # ------------------------------------------------------------------------------------------ files

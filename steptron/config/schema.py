@@ -540,7 +540,9 @@ class ValidationConfig(Section):
     """Periodic validation."""
 
     every_steps: PositiveInt | None = Field(None, description="steps between validations; only at the end when unset")
-    batches: PositiveInt = Field(8, description="global batches per validation")
+    batches: PositiveInt = Field(
+        8, description="global batches per validation, dealt to datasets by weight, one at least"
+    )
 
 
 class LoggingConfig(Section):
@@ -645,8 +647,12 @@ class StageConfig(Section):
     """What a stage of a curriculum is, beside the settings in which it differs from the rest of the file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(description="name of the stage")
-    tokens: Annotated[int, Field(gt=0, lt=2**63)] = Field(
-        description="tokens, padding counted, at or past which the stage ends, at a step boundary"
+    tokens: Annotated[int, Field(gt=0, lt=2**63)] | None = Field(
+        None, description="tokens, padding counted, at or past which the stage ends, at a step boundary"
+    )
+    epochs: Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)] | None = Field(
+        None,
+        description="instead of tokens: as many sequences as so many passes over all of the stage's training data have",
     )
     clone_mtp: bool = Field(
         False, description="begin with MTP depth 1 copied to the other depths that the stage trains"

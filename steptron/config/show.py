@@ -54,7 +54,7 @@ def to_yaml(config: Section) -> str:
 def _first(loaded: Loaded) -> dict[str, Any]:
     tree = loaded.config.model_dump()
     if loaded.curriculum.is_staged:
-        del tree["train"]["steps"]  # follows from the stage's tokens
+        del tree["train"]["steps"]  # follows from the stage's budget
     return tree
 
 

@@ -105,6 +105,7 @@ class Curriculum:
         stages: list[Stage] = []
         step = sequence = token = 0
         for number, (head, config) in enumerate(parts):
+            assert head.tokens is not None, "the loader has counted what the tokens of its epochs are"
             sequences = -(-head.tokens // config.data.sequence_length)
             steps = BatchSchedule(config.train).steps_to_consume(sequences)
             if step + steps > 2**31 - 1:

@@ -106,9 +106,12 @@ class TokenDataset:
         return self._tokens.tokens_T.size
 
     @property
-    def bytes_per_token(self) -> float:
-        """Bytes of text per token; metadata that count are text, and others are left out."""
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token; metadata that count are text, and others are left out. None where parts of the
+        documents do not count: how many bytes those that do have is not known."""
         record = self.manifest.split(self.split)
+        if record.masked_tokens:
+            return None
         metadata_tokens, metadata_bytes = record.metadata_tokens or 0, record.metadata_bytes or 0
         if self._metadata_counts:
             return (record.bytes + metadata_bytes) / record.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -152,11 +153,14 @@ class Samples(ABC):
         return self._blend.prefix_within([self._samples_of(number) for number in range(len(self._datasets))])
 
     @property
-    def bytes_per_token(self) -> float:
-        """Bytes of text per token, mean over the blend's tokens."""
-        return sum(
-            share * dataset.bytes_per_token for share, dataset in zip(self._token_shares(), self._datasets, strict=True)
-        )
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over each of the datasets, all together, whatever their weights."""
+        return sum(self._samples_of(number) for number in range(len(self._datasets)))
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, mean over the blend's tokens; None where it is unknown of a dataset."""
+        return weighted_mean(self._token_shares(), [dataset.bytes_per_token for dataset in self._datasets])
 
     @property
     def unigram_entropy(self) -> float:
@@ -240,6 +244,19 @@ def numbered_documents(lengths_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     begins_N = np.cumsum(lengths_N) - lengths_N
     documents_T = np.repeat(np.arange(lengths_N.size), lengths_N)
     return np.arange(documents_T.size) - begins_N[documents_T], documents_T
+
+
+def weighted_mean(weights: Sequence[float], values: Sequence[float | None]) -> float | None:
+    """With weights that add up to 1; None where a value is unknown."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(weight * value for weight, value in zip(weights, known, strict=True))
+
+
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """A cross entropy in nats per token in bits per byte of text; None where the bytes are unknown."""
+    return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 
 def _check_same_tokenizer(first: TokenDataset, other: TokenDataset) -> None:

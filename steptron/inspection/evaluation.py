@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from steptron.config.schema import DataConfig, DatasetConfig
-from steptron.data.samples import Samples
+from steptron.data.samples import Samples, bits_per_byte
 from steptron.data.sources import open_source
 from steptron.model.assembly import StepModel
 from steptron.model.mtp import mtp_loss_mask
@@ -25,14 +24,14 @@ class Evaluation:
         tokens: targets of the main head that count.
         lm_loss: cross entropy of the main head, nats per target.
         mtp_losses: of each MTP depth, nearest first.
-        bits_per_byte: ``lm_loss`` in bits per byte of text.
+        bits_per_byte: ``lm_loss`` in bits per byte of text; None where parts of the texts do not count.
     """
 
     dataset: Path
     tokens: int
     lm_loss: float
     mtp_losses: tuple[float, ...]
-    bits_per_byte: float
+    bits_per_byte: float | None
 
 
 def open_domains(folders: list[Path], data: DataConfig) -> list[Samples]:
@@ -78,7 +77,7 @@ def evaluate(
         report(first + size, total)
     lm, *mtp = (sums / counts).tolist()  # NaN without a target
     (dataset,) = source.datasets
-    return Evaluation(dataset.path, int(counts[0]), lm, tuple(mtp), lm / math.log(2) / source.bytes_per_token)
+    return Evaluation(dataset.path, int(counts[0]), lm, tuple(mtp), bits_per_byte(lm, source.bytes_per_token))
 
 
 def _batches(total: int, size: int) -> Iterator[tuple[int, int]]:

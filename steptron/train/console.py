@@ -131,6 +131,7 @@ def _validation_text(record: ValidationRecord) -> str:
         parts.append("mtp " + " ".join(f"{loss:.4f}" for loss in record.mtp_losses))
     if record.bits_per_byte is not None:
         parts.append(f"{record.bits_per_byte:.3f} bits per byte")
+    parts += [f"{name} {loss:.4f}" for name, loss in record.domains.items()]
     return "  ".join(parts)
 
 

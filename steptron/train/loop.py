@@ -26,8 +26,6 @@ from steptron.config.stages import Curriculum, Stage
 from steptron.config.summary import describe_stage, summary
 from steptron.data.batch import MicroBatch
 from steptron.data.manifest import content_hashes
-from steptron.data.sampler import validation_datasets
-from steptron.data.samples import Samples
 from steptron.data.sources import open_source
 from steptron.data.spans import spans
 from steptron.errors import UserError
@@ -59,7 +57,7 @@ from steptron.train.records import EventRecord
 from steptron.train.sinks import LOG_NAME, Sinks, make_sinks
 from steptron.train.step import Flags, RejectedStep, TrainStep
 from steptron.train.stop import StopRequest
-from steptron.train.validation import validate
+from steptron.train.validation import open_domains, unigram_entropy, validate
 
 if TYPE_CHECKING:
     from steptron.profiling.profiler import StepProfiler
@@ -142,11 +140,12 @@ class Pretraining:
             config.parallel.timeout_seconds,
             spans(curriculum.stages)[self.stage.number] if self.stage.name else None,
         )
-        self.validation_data = self._open_validation()
-        for source in filter(None, (self.train_data, self.validation_data)):
+        self.domains = open_domains(config)
+        if not self.domains:
+            self._say("no validation: the training data has no validation split, and data.validation is empty")
+        for source in (self.train_data, *(domain.source for domain in self.domains)):
             source.check_vocabulary(config.model.vocab_size)
-        if self.validation_data is not None:
-            self.train_data.check_same_tokenizer(self.validation_data)
+            self.train_data.check_same_tokenizer(source)
         self._datasets = [dataset.manifest.content_hash for dataset in self.train_data.datasets]
         seed_generators(config.train.seed, dist.get_rank())
         # What does not fit the checkpoint is refused before anything is built, written or deleted.
@@ -304,9 +303,9 @@ class Pretraining:
                     sinks.write(record)
                     telemetry.note("train.model_tflops", record.model_tflops)
             validation_loss = None
-            if self.validation_data is not None and (_due(self.progress.step, train.validation.every_steps) or done):
+            if self.domains and (_due(self.progress.step, train.validation.every_steps) or done):
                 self._doing(f"validation at step {self.progress.step}")
-                validation = validate(self.config, self.validation_data, self.step, self.mesh, self.progress.step)
+                validation = validate(self.config, self.domains, self.step, self.mesh, self.progress.step)
                 sinks.write(validation)
                 validation_loss = validation.lm_loss
                 telemetry.note("validation.lm_loss", validation_loss)
@@ -402,15 +401,6 @@ class Pretraining:
     def _newest_checkpoint(self) -> Newest:
         train = self.config.train
         return newest_valid(train.output, train.checkpoint.verify == "checksums", self._say)
-
-    def _open_validation(self) -> Samples | None:
-        """The data to validate on; None where there is nothing to validate on."""
-        data = self.config.data
-        datasets = validation_datasets(data)
-        if not datasets:
-            self._say("no validation: the training data has no validation split, and data.validation is empty")
-            return None
-        return open_source(datasets, "validation", data, self.config.parallel.timeout_seconds)
 
     def _initial_weights(self) -> Weights | None:
         if self.config.train.initial_weights is None:
@@ -561,8 +551,7 @@ class Pretraining:
 
     def _plot(self) -> None:
         output = self.config.train.output
-        source = self.validation_data
-        lines = {} if source is None else {"unigram entropy of the validation data": source.unigram_entropy}
+        lines = {"unigram entropy of the validation data": unigram_entropy(self.domains)} if self.domains else {}
         try:
             plot_losses(output / LOG_NAME, output / "loss.png", lines)
         except (OSError, ValueError) as error:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, told apart with every common colour-vision deficiency.
 _BLUE, _VERMILION, _GREEN, _PURPLE, _SKY, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
 _MTP_COLOURS = (_GREEN, _PURPLE, _ORANGE)
+_DOMAIN_COLOURS = (_VERMILION, _SKY, _ORANGE, _PURPLE, _GREEN)
+_DOMAIN_MARKERS = ("s", "^", "v", "D", "x")
 _GREY = "#555555"
 
 
@@ -106,6 +108,19 @@ def _draw_losses(
             linewidth=1,
             label="validation, next token",
             zorder=4,
+        )
+    domains = dict.fromkeys(name for record in validations for name in record.domains)
+    for number, name in enumerate(domains):
+        axes.plot(
+            [record.step for record in validations if name in record.domains],
+            [record.domains[name] for record in validations if name in record.domains],
+            color=_DOMAIN_COLOURS[number % len(_DOMAIN_COLOURS)],
+            marker=_DOMAIN_MARKERS[number // len(_DOMAIN_COLOURS) % len(_DOMAIN_MARKERS)],
+            markersize=4,
+            linewidth=0.8,
+            linestyle=(0, (2, 1.5)),
+            label=f"validation, {name}",
+            zorder=3,
         )
     for label, value in reference_lines.items():
         axes.axhline(value, color=_GREY, linestyle=(0, (6, 3)), linewidth=1)

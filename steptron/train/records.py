@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,6 +81,7 @@ class ValidationRecord:
         lm_loss: cross entropy of the main head, nats per counted token.
         mtp_losses: cross entropy of each MTP depth in training, nearest first, nats per counted token.
         bits_per_byte: ``lm_loss`` in bits per byte of text; None where the bytes are unknown.
+        domains: of several datasets, the cross entropy of the main head on each, by name.
     """
 
     kind: ClassVar[str] = "validation"
@@ -88,6 +90,7 @@ class ValidationRecord:
     lm_loss: float
     mtp_losses: tuple[float, ...]
     bits_per_byte: float | None = None
+    domains: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ def scalars(record: Record) -> dict[str, float]:
         if isinstance(value, tuple):
             singular = field.name.removesuffix("es")
             figures |= {f"{record.kind}/{singular}_{depth}": item for depth, item in enumerate(value, start=1)}
+        elif isinstance(value, Mapping):
+            figures |= {f"{record.kind}/{field.name}/{name}": item for name, item in value.items()}
         else:
             figures[f"{record.kind}/{field.name}"] = value
     return figures
@@ -148,7 +153,8 @@ def from_json(line: str) -> Record:
     """Reads a line written by ``to_json``.
 
     Raises:
-        ValueError: the line is no JSON object or no record of a known kind with exactly its fields.
+        ValueError: the line is no JSON object or no record of a known kind with exactly its fields; those that earlier
+            versions did not write may be missing.
     """
     content = json.loads(line)
     if not isinstance(content, dict):
@@ -157,9 +163,10 @@ def from_json(line: str) -> Record:
     if record is None:
         raise ValueError(f'expected a "kind" of {", ".join(_RECORDS)}')
     expected = {field.name for field in dataclasses.fields(record)}
-    if content.keys() != expected:
+    needed = {field.name for field in dataclasses.fields(record) if field.default_factory is dataclasses.MISSING}
+    if not needed <= content.keys() <= expected:
         raise ValueError(
-            f"fields of a {record.kind} record: missing {sorted(expected - content.keys())}, "
+            f"fields of a {record.kind} record: missing {sorted(needed - content.keys())}, "
             f"unknown {sorted(content.keys() - expected)}"
         )
     if record is EventRecord:
@@ -189,6 +196,8 @@ def jsonable(value: Any) -> Any:
     """A figure, or figures, for strict JSON: what is not finite as text."""
     if isinstance(value, tuple):
         return [jsonable(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: jsonable(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -197,6 +206,8 @@ def jsonable(value: Any) -> Any:
 def _from_jsonable(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_from_jsonable(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _from_jsonable(item) for name, item in value.items()}
     if isinstance(value, str):
         return _NON_FINITE[value] if value in _NON_FINITE else _refuse(value)
     return value

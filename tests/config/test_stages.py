@@ -156,8 +156,11 @@ def test_overrides_reach_into_stages() -> None:
     [
         ([], [], "stages takes a list of stages"),
         ([{"tokens": 5}], [], "stages.0.name is missing"),
-        ([{"name": "a"}], [], "stages.0.tokens is missing"),
+        ([{"name": "a"}], [], "stages.0 takes either tokens or epochs as its budget [run.yaml:"),
         ([{"name": "a", "tokens": 0}], [], "stages.0.tokens"),
+        ([{"name": "a", "tokens": 5, "epochs": 1}], [], "stages.0 takes either tokens or epochs"),
+        ([{"name": "a", "epochs": 0}], [], "stages.0.epochs"),
+        ([{"name": "a", "epochs": 2}], [], "stages.0.epochs: an epoch cannot be counted: "),
         ([{"name": "a", "tokens": 5, "token": 6}], [], "stages.0.token is not a known key; did you mean tokens"),
         ([{"name": "a", "tokens": 5, "data": {"sequence_lenght": 6}}], [], "did you mean data.sequence_length"),
         ([3], [], "stages.0 takes name, tokens and settings"),

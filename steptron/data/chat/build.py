@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,7 @@ class ChatBuildOptions:
         workers: tokenizing processes.
         validation_fraction: share of the conversations in the validation split.
         seed: decides, with its content, which split a conversation belongs to.
+        domains: those of the conversations to take; all when empty.
         eod_token: end-of-document token, where the tokenizer's own files name none or another.
         force: replace a dataset at ``output``.
     """
@@ -70,6 +72,7 @@ class ChatBuildOptions:
     workers: int = 1
     validation_fraction: float = 0.01
     seed: int = 1234
+    domains: Sequence[str] = ()
     eod_token: str | None = None
     force: bool = False
 
@@ -80,10 +83,12 @@ class Summary:
 
     Attributes:
         domains: counts by domain, in order of appearance; "" for conversations that name none.
+        passed_over: conversations of domains that were not asked for, by domain.
         lengths_D: int64, tokens of each sample, both splits, in input order.
     """
 
     domains: dict[str, Counts] = field(default_factory=dict)
+    passed_over: Counter[str] = field(default_factory=Counter)
     lengths_D: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
@@ -179,7 +184,13 @@ def _write_dataset(
 ) -> tuple[Manifest, Summary]:
     dtype = smallest_dtype(tokenizer.vocab_size)
     encoder = ChatEncoder(
-        tokenizer, template, options.seed, options.validation_fraction, dtype, max_tokens=options.max_tokens
+        tokenizer,
+        template,
+        options.seed,
+        options.validation_fraction,
+        dtype,
+        max_tokens=options.max_tokens,
+        domains=frozenset(options.domains) or None,
     )
     total_bytes = sum(file.size for file in files)
     bytes_of_batch: list[int] = []
@@ -205,8 +216,14 @@ def _write_dataset(
             lengths.append(documents.lengths_D)
             for domain, counts in encoded.domains.items():
                 summary.domains.setdefault(domain, Counts()).add(counts)
+            summary.passed_over += encoded.passed_over
             done_bytes += bytes_of_batch[number]
             report(Progress("tokens", summary.total.conversations, bad.total, done_bytes, total_bytes))
+        if missing := [domain for domain in options.domains if domain not in summary.domains]:
+            there = ", ".join(sorted(name or "(none)" for name in {*summary.domains, *summary.passed_over})) or "none"
+            raise DataError(
+                f"--domain {missing[0]}: no conversation of this domain can be trained on; there are: {there}"
+            )
         if not summary.domains:
             kinds = ", ".join(f"{count} × {kind}" for kind, count in bad.counts.items())
             raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -44,11 +45,13 @@ class EncodedConversations:
         documents: the samples.
         domains: counts by domain; "" for conversations that name none.
         bad: the refused conversations.
+        passed_over: conversations of domains that were not asked for, by domain.
     """
 
     documents: EncodedBatch
     domains: dict[str, Counts]
     bad: list[BadConversation]
+    passed_over: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class ChatEncoder:
         seed, validation_fraction: decide, with its content, which split a conversation belongs to.
         dtype: of the tokens.
         max_tokens: a conversation with a longer sample is refused; None refuses none.
+        domains: others are passed over; None passes none over.
     """
 
     tokenizer: Tokenizer
@@ -86,6 +90,7 @@ class ChatEncoder:
     validation_fraction: float
     dtype: np.dtype
     max_tokens: int | None = None
+    domains: frozenset[str] | None = None
     samples: SampleTokenizer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,12 +99,12 @@ class ChatEncoder:
     def __reduce__(self) -> tuple[object, ...]:
         """How a worker process rebuilds it: the tokenizer from the content of its file."""
         tokenizer = (self.tokenizer.file_bytes, self.tokenizer.eod_token)
-        rest = (self.template, self.seed, self.validation_fraction, self.dtype, self.max_tokens)
+        rest = (self.template, self.seed, self.validation_fraction, self.dtype, self.max_tokens, self.domains)
         return _rebuilt, (tokenizer, *rest)
 
     def encode(self, items: Sequence[RawDocument | BadDocument]) -> EncodedConversations:
         """Checks, renders and tokenizes a batch."""
-        outcomes = [read_conversation(item, self.template) for item in items]
+        outcomes, passed_over = self._chosen([read_conversation(item, self.template) for item in items])
         rendered = [sample for read in outcomes if isinstance(read, ReadConversation) for sample in read.samples]
         tokenized = iter(self.samples.tokenize(rendered))
         kept: list[_Kept] = []
@@ -115,7 +120,21 @@ class ChatEncoder:
                 bad.append(BadConversation(outcome.raw.file, outcome.raw.line, None, "too_long", message))
             else:
                 kept.append(entry)
-        return EncodedConversations(self._joined(kept), _by_domain(kept), bad)
+        return EncodedConversations(self._joined(kept), _by_domain(kept), bad, passed_over)
+
+    def _chosen(
+        self, outcomes: list[ReadConversation | BadConversation]
+    ) -> tuple[list[ReadConversation | BadConversation], Counter[str]]:
+        """Those of the domains asked for, with all that are broken: nobody knows what they belong to."""
+        kept: list[ReadConversation | BadConversation] = []
+        passed_over: Counter[str] = Counter()
+        for outcome in outcomes:
+            domain = outcome.conversation.domain or "" if isinstance(outcome, ReadConversation) else None
+            if self.domains is None or domain is None or domain in self.domains:
+                kept.append(outcome)
+            else:
+                passed_over[domain] += 1
+        return kept, passed_over
 
     def _joined(self, kept: Sequence[_Kept]) -> EncodedBatch:
         samples = [sample for entry in kept for sample in entry.tokenized]
@@ -183,5 +202,6 @@ def _rebuilt(
     validation_fraction: float,
     dtype: np.dtype,
     max_tokens: int | None,
+    domains: frozenset[str] | None,
 ) -> ChatEncoder:
-    return ChatEncoder(Tokenizer(*tokenizer), template, seed, validation_fraction, dtype, max_tokens)
+    return ChatEncoder(Tokenizer(*tokenizer), template, seed, validation_fraction, dtype, max_tokens, domains)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from steptron.cli.sft_data import app
+from steptron.cli.sft import app
+from steptron.data.manifest import read_manifest
 from tests.data.chat.samples import chat, says, user
 from tests.data.corpora import save_tokenizer, write_jsonl
 
@@ -46,6 +47,20 @@ def test_build_prints_a_summary(source: Path, tmp_path: Path) -> None:
     assert "tokens per sample: 10 %:" in built.stdout
 
 
+def test_one_domain(source: Path, tmp_path: Path) -> None:
+    options = ["--output", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer", "--on-bad", "skip"]
+    for workers in (1, 2):
+        built = _run("build", source, *options, "--domain", "qa", "--workers", workers, "--force")
+        assert built.exit_code == 0, built.output
+        assert "1 conversations of 1 other domains were passed over" in built.stdout
+        rows = {line.split("│")[1].strip(): line for line in built.stdout.splitlines() if line.startswith("│")}
+        assert rows.keys() == {"qa", "all"} and read_manifest(tmp_path / "out").train.documents == 2
+    wrong = _run("build", source, *options, "--domain", "maths", "--force")
+    assert "--domain maths: no conversation of this domain can be trained on; there are: [talk], qa" in str(
+        wrong.exception
+    )
+
+
 def test_preview_marks_what_is_trained(source: Path, tmp_path: Path) -> None:
     shown = _run("preview", source, "--tokenizer", tmp_path / "tokenizer")
     assert shown.exit_code == 0, shown.output
@@ -82,7 +97,7 @@ def test_colours_tell_special_tokens_from_text(source: Path, tmp_path: Path, mon
     from rich.console import Console
 
     console = Console(markup=False, force_terminal=True, color_system="standard", width=160)
-    monkeypatch.setattr("steptron.cli.sft_data.terminal", lambda: console)
+    monkeypatch.setattr("steptron.cli.sft.terminal", lambda: console)
     with console.capture() as captured:
         assert _run("preview", source, "--tokenizer", tmp_path / "tokenizer", "--number", 1).exit_code == 0
     text = captured.get()

@@ -1,13 +1,15 @@
-"""``steptron sft build`` and ``steptron sft preview``: conversations to datasets, and what is trained of them."""
+"""``steptron sft``: conversations to datasets, what is trained of them, and the training."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
+from steptron.cli import training
 from steptron.cli.building import print_bad_input, progress_bar, system_errors_named, terminal
 from steptron.cli.interruption import terminated_like_interrupted
 
@@ -18,12 +20,54 @@ if TYPE_CHECKING:
     from steptron.data.chat.build import ChatBuildResult
     from steptron.data.chat.preview import PreviewedSample
 
-app = typer.Typer(name="sft", help="Build datasets of conversations, and look at them.", no_args_is_help=True)
+
+class _TrainsByDefault(TyperGroup):
+    """``steptron sft FILE`` is ``steptron sft train FILE``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args[0] if args else "--help"
+        is_file = Path(first).suffix in (".yaml", ".yml") or Path(first).is_file()
+        is_option = first.startswith("-") and first not in ctx.help_option_names
+        return super().parse_args(
+            ctx, ["train", *args] if first not in self.commands and (is_file or is_option) else args
+        )
+
+
+app = typer.Typer(
+    name="sft",
+    cls=_TrainsByDefault,
+    help="Make an assistant: build datasets of conversations, look at them, train on them.",
+    no_args_is_help=True,
+)
 
 _Template = Annotated[
     str, typer.Option(help="step3p5, a Jinja file, or hf: the template beside the tokenizer", metavar="NAME|FILE|hf")
 ]
 _Date = Annotated[str | None, typer.Option(help="day for Jinja templates that write today's", metavar="YYYY-MM-DD")]
+
+
+@app.command()
+def train(
+    file: training.File,
+    overrides: training.Overrides = None,
+    nproc: training.Nproc = None,
+    fresh: training.Fresh = False,
+    max_restarts: training.MaxRestarts = 0,
+    through: training.Through = None,
+    profile: training.Profile = None,
+    profile_ranks: training.ProfileRanks = None,
+) -> None:
+    """Trains on conversations; `steptron sft FILE` is short for it.
+
+    Trains as `steptron pretrain` does, from the weights of another model (train.initial_weights), and refuses data
+    that are no conversations or would be cut. The same command continues an interrupted run.
+
+    Exit codes are those of `steptron pretrain`.
+    """
+    from steptron.data.chat.training import check_conversations
+
+    given = training.Arguments(file, overrides or [], nproc, fresh, max_restarts, through, profile, profile_ranks)
+    raise typer.Exit(training.run(["sft", "train"], given, check_conversations))
 
 
 @app.command()
@@ -43,6 +87,9 @@ def build(
     validation_fraction: Annotated[float, typer.Option(help="share of conversations in the validation split")] = 0.01,
     workers: Annotated[int | None, typer.Option(min=1, help="tokenizing processes; one per core by default")] = None,
     seed: Annotated[int, typer.Option(help="decides, with its content, which split a conversation belongs to")] = 1234,
+    domain: Annotated[
+        list[str] | None, typer.Option(help="only conversations of this domain; may be given several times")
+    ] = None,
     eod_token: Annotated[
         str | None, typer.Option(help="token that ends documents, if not the tokenizer's eos_token")
     ] = None,
@@ -63,6 +110,7 @@ def build(
         workers=workers or len(os.sched_getaffinity(0)),
         validation_fraction=validation_fraction,
         seed=seed,
+        domains=domain or [],
         eod_token=eod_token,
         force=force,
     )
@@ -114,6 +162,20 @@ def preview(
                 _print_sample(console, shown)
 
 
+@app.command(name="stdlib-conversations")
+def stdlib_conversations(
+    corpus: Annotated[Path, typer.Argument(help="JSONL file that `steptron data stdlib-corpus` has written")],
+    output: Annotated[Path, typer.Argument(help="folder to write, one JSONL file for each domain")],
+) -> None:
+    """Writes conversations about Python's standard library, with tools, and arithmetic with reasoning."""
+    from steptron.data.chat.stdlib_conversations import write_conversations
+
+    with system_errors_named(output):
+        written = write_conversations(corpus, output)
+    for domain, number in written.items():
+        terminal().print(f"{output / domain}.jsonl: {number:,} conversations", soft_wrap=True, highlight=False)
+
+
 def _print_sample(console: Console, sample: PreviewedSample) -> None:
     console.rule(sample.title, align="left")
     console.print(_marked(sample, console.is_terminal and console.color_system is not None), soft_wrap=True)
@@ -149,6 +211,8 @@ def _print_result(console: Console, output: Path, result: ChatBuildResult) -> No
             f"{result.bad.total:,} conversations were left out; all of them: {recorded_name(result.bad.path)}",
             soft_wrap=True,
         )
+    if passed_over := result.summary.passed_over:
+        console.print(f"{passed_over.total():,} conversations of {len(passed_over):,} other domains were passed over.")
     if result.files_left_out:
         console.print(f"{result.files_left_out:,} files that are no JSONL were not read.")
     console.print(Text(recorded_name(output), style="bold"), soft_wrap=True)
