@@ -279,7 +279,7 @@ class SplitWriter:
         self._loss_mask: IndexedWriter | None = None
         self._lengths: list[np.ndarray] = []
         self.token_counts_V = np.zeros(vocab_size, np.int64)
-        self.documents = self.text_bytes = self.metadata_tokens = self.metadata_bytes = 0
+        self.documents = self.text_bytes = self.masked_bytes = self.metadata_tokens = self.metadata_bytes = 0
 
     def add(
         self,
@@ -287,6 +287,7 @@ class SplitWriter:
         loss_mask_T: np.ndarray | None,
         lengths_D: np.ndarray,
         text_bytes: int,
+        masked_bytes: int = 0,
         metadata_bytes: int = 0,
     ) -> None:
         """Adds documents.
@@ -296,6 +297,7 @@ class SplitWriter:
             loss_mask_T: uint8, bits of ``loss_mask``; None where all tokens count.
             lengths_D: tokens of each.
             text_bytes: UTF-8 bytes of their texts.
+            masked_bytes: those of them whose tokens do not count in the loss.
             metadata_bytes: of the metadata before them.
         """
         if loss_mask_T is not None and self._loss_mask is None:
@@ -314,6 +316,7 @@ class SplitWriter:
         self.token_counts_V += np.bincount(counted_T, minlength=self.token_counts_V.size)
         self.documents += lengths_D.size
         self.text_bytes += text_bytes
+        self.masked_bytes += masked_bytes
         self.metadata_tokens += 0 if loss_mask_T is None else int(np.count_nonzero(loss_mask_T & METADATA))
         self.metadata_bytes += metadata_bytes
 
@@ -336,6 +339,7 @@ class SplitWriter:
             tokens=self._tokens.num_tokens,
             masked_tokens=self._tokens.num_tokens - total,
             bytes=self.text_bytes,
+            masked_bytes=self.masked_bytes,
             loss_mask=self._loss_mask is not None,
             metadata_tokens=self.metadata_tokens or None,
             metadata_bytes=self.metadata_bytes or None,
@@ -487,6 +491,7 @@ def add_selected(writer: SplitWriter, encoded: EncodedBatch, selected_D: np.ndar
         None if encoded.loss_mask_T is None else encoded.loss_mask_T[selected_T],
         encoded.lengths_D[selected_D],
         int(encoded.text_bytes_D[selected_D].sum()),
+        int(encoded.masked_bytes_D[selected_D].sum()),
         0 if encoded.metadata_bytes_D is None else int(encoded.metadata_bytes_D[selected_D].sum()),
     )
 

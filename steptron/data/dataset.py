@@ -107,15 +107,15 @@ class TokenDataset:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token; metadata that count are text, and others are left out. None where parts of the
-        documents do not count: how many bytes those that do have is not known."""
+        """Bytes of text per token, of those that count in the loss; metadata that count are text. None where the
+        dataset does not say how many bytes the tokens that do not count have."""
         record = self.manifest.split(self.split)
-        if record.masked_tokens:
+        if record.masked_bytes is None and record.masked_tokens:
             return None
-        metadata_tokens, metadata_bytes = record.metadata_tokens or 0, record.metadata_bytes or 0
+        num_bytes, tokens = record.bytes - (record.masked_bytes or 0), record.tokens - record.masked_tokens
         if self._metadata_counts:
-            return (record.bytes + metadata_bytes) / record.tokens
-        return record.bytes / (record.tokens - metadata_tokens)
+            return (num_bytes + (record.metadata_bytes or 0)) / tokens
+        return num_bytes / (tokens - (record.metadata_tokens or 0))
 
     @property
     def has_metadata(self) -> bool:

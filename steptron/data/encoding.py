@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class EncodedBatch:
         lengths_D: int64, tokens per document.
         validation_D: bool, documents of the validation split.
         text_bytes_D: int64, UTF-8 bytes of each text.
+        masked_bytes_D: int64, those of them whose tokens do not count in the loss.
         sources_D: int64, INPUT of each document.
         bad: what could not become a document.
         metadata_bytes_D: int64, UTF-8 bytes of each document's metadata; None where no document has any.
@@ -49,6 +51,7 @@ class EncodedBatch:
     lengths_D: np.ndarray
     validation_D: np.ndarray
     text_bytes_D: np.ndarray
+    masked_bytes_D: np.ndarray
     sources_D: np.ndarray
     bad: list[BadDocument]
     metadata_bytes_D: np.ndarray | None = None
@@ -83,7 +86,7 @@ class Encoder:
                 raw.append(item)
                 documents.append(parsed)
 
-        tokens, masks = self._tokens_and_masks(documents)
+        tokens, masks, masked_bytes = self._tokens_and_masks(documents)
         texts = [document.text.encode("utf-8") for document in documents]
         return EncodedBatch(
             tokens_T=np.concatenate([np.zeros(0, self.dtype), *tokens]),
@@ -93,13 +96,17 @@ class Encoder:
                 [is_validation(text, self.seed, self.validation_fraction) for text in texts], np.bool_
             ),
             text_bytes_D=np.array([len(text) for text in texts], np.int64),
+            masked_bytes_D=np.array(masked_bytes, np.int64),
             sources_D=np.array([document.source for document in raw], np.int64),
             bad=bad,
             metadata_bytes_D=np.array([len(document.metadata.encode("utf-8")) for document in documents], np.int64),
         )
 
-    def _tokens_and_masks(self, documents: list[Document]) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
-        """Tokens with the end-of-document token, and the loss mask of the documents that have spans or metadata.
+    def _tokens_and_masks(
+        self, documents: list[Document]
+    ) -> tuple[list[np.ndarray], list[np.ndarray | None], list[int]]:
+        """Tokens with the end-of-document token, the loss mask of the documents that have spans or metadata, and the
+        UTF-8 bytes of text whose tokens do not count.
 
         Metadata are encoded apart from the text: no token is of both, and the text's are those without metadata.
         """
@@ -109,21 +116,24 @@ class Encoder:
         metadata_ids = iter(self.tokenizer.encode_batch(metadata))
         tokens: list[np.ndarray] = []
         masks: list[np.ndarray | None] = []
+        masked_bytes: list[int] = []
         for document in documents:
             if document.masked_spans:
                 ids, offsets = self.tokenizer.encode_with_offsets(document.text)
                 masked_T = tokens_in_spans(offsets, document.masked_spans, len(document.text))
+                masked_bytes.append(_bytes_of_tokens(document.text, offsets, masked_T))
                 # The end-of-document token always counts.
                 mask_T = np.append(np.where(masked_T, 0, COUNTS), COUNTS).astype(np.uint8)
             else:
                 ids = next(plain_ids)
                 mask_T = np.full(len(ids) + 1, COUNTS, np.uint8)
+                masked_bytes.append(0)
             head_ids = next(metadata_ids) if document.metadata else []
             head_T = np.full(len(head_ids), COUNTS | METADATA, np.uint8)
             has_mask = bool(document.masked_spans or head_ids)
             masks.append(np.concatenate([head_T, mask_T]) if has_mask else None)
             tokens.append(np.array([*head_ids, *ids, self.tokenizer.eod_id], self.dtype))
-        return tokens, masks
+        return tokens, masks, masked_bytes
 
 
 def _rebuilt(
@@ -214,6 +224,16 @@ def tokens_in_spans(
     before_C1 = np.concatenate([[0], np.cumsum(masked_C)])
     offsets_T2 = np.array(offsets, np.int64).reshape(-1, 2)
     return before_C1[offsets_T2[:, 1]] > before_C1[offsets_T2[:, 0]]
+
+
+def _bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]], chosen_T: np.ndarray) -> int:
+    """UTF-8 bytes of the characters that chosen tokens, bool [T], carry."""
+    chosen = [offset for offset, is_chosen in zip(offsets, chosen_T.tolist(), strict=True) if is_chosen]
+    # Tokens that split a character between them carry it once.
+    ends = [0, *itertools.accumulate((end for _, end in chosen), max)]
+    return sum(
+        len(text[max(start, done) : end].encode("utf-8")) for (start, end), done in zip(chosen, ends, strict=False)
+    )
 
 
 def is_validation(text: bytes, seed: int, fraction: float) -> bool:

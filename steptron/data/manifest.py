@@ -31,6 +31,7 @@ class SplitRecord(_Record):
         tokens: number of tokens, one end-of-document token per document included.
         masked_tokens: tokens under a masked span.
         bytes: UTF-8 bytes of the documents' text.
+        masked_bytes: those of them whose tokens do not count; None in datasets of versions that did not count them.
         loss_mask: whether a parallel uint8 dataset ``SPLIT.loss_mask`` marks tokens that do not count or are metadata.
         metadata_tokens: tokens of metadata before the texts; None where there are none.
         metadata_bytes: UTF-8 bytes of that metadata; None where there are none.
@@ -48,6 +49,7 @@ class SplitRecord(_Record):
     loss_mask: bool
     unigram_entropy: float
     unigram_cross_entropy: float
+    masked_bytes: int | None = None
     metadata_tokens: int | None = None
     metadata_bytes: int | None = None
 

@@ -24,7 +24,7 @@ class Evaluation:
         tokens: targets of the main head that count.
         lm_loss: cross entropy of the main head, nats per target.
         mtp_losses: of each MTP depth, nearest first.
-        bits_per_byte: ``lm_loss`` in bits per byte of text; None where parts of the texts do not count.
+        bits_per_byte: ``lm_loss`` in bits per byte of text; None where a dataset does not know the bytes that count.
     """
 
     dataset: Path

@@ -164,8 +164,21 @@ def test_the_split_is_decided_by_the_text_alone(tmp_path: Path) -> None:
 
 def test_bytes_per_token_counts_what_the_loss_counts(folder: Path) -> None:
     heads = [metadata_text((name, record[name]) for name in NAMES if record.get(name)) for record in records()]
-    text = sum(len(record["text"].encode()) for record in records())
-    tokens = sum(len(expected_document(Tokenizer.load(folder), record)[0]) for record in records())
+    text = tokens = hidden_bytes = 0
+    for record in records():
+        _, counts, head = expected_document(Tokenizer.load(folder), record)
+        _, offsets = Tokenizer.load(folder).encode_with_offsets(record["text"])
+        tokens += sum(counts)
+        carried = {
+            character
+            for (start, end), is_counted in zip(offsets, counts[head:], strict=False)
+            if not is_counted
+            for character in range(start, end)
+        }
+        hidden_bytes += sum(len(record["text"][character].encode()) for character in carried)
+        text += len(record["text"].encode())
+    assert 0 < hidden_bytes < text == TokenDataset.open(folder, "train").manifest.train.bytes
+    text -= hidden_bytes
     datasets = [DatasetConfig(path=folder)]
     metadata_tokens = TokenDataset.open(folder, "train").manifest.train.metadata_tokens
     assert metadata_tokens is not None

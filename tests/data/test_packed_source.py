@@ -155,7 +155,10 @@ def test_figures_are_weighted_by_tokens_not_rows(folder: Path) -> None:
     inputs = [dataset.num_tokens - dataset.num_documents for dataset in opened]
     assert source.num_samples == 2 and max(inputs) <= 1200  # one row each
     records = [dataset.manifest.validation for dataset in opened]
-    expected = sum(n * record.bytes / record.tokens for n, record in zip(inputs, records, strict=True)) / sum(inputs)
+    counted = [
+        (record.bytes - (record.masked_bytes or 0)) / (record.tokens - record.masked_tokens) for record in records
+    ]
+    expected = sum(n * value for n, value in zip(inputs, counted, strict=True)) / sum(inputs)
     assert source.bytes_per_token == pytest.approx(expected, rel=1e-12)
 
 

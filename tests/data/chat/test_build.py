@@ -76,6 +76,21 @@ def test_the_manifest_names_the_template(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "out").chat_template is None
 
 
+def test_bytes_per_token_are_those_of_what_is_trained(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [chat(user("漢字?"), says("Grüße")), chat(user("x"), says("ok", "Hm"))])
+    manifest = _build(tmp_path).manifest
+    trained = "Grüße<|im_end|>" + "<think>\nHm\n</think>\n\nok<|im_end|>"
+    assert manifest.train.bytes - (manifest.train.masked_bytes or 0) == len(trained.encode())
+    tokens = manifest.train.tokens - manifest.train.masked_tokens
+    assert TokenDataset.open(tmp_path / "out", "train").bytes_per_token == pytest.approx(len(trained.encode()) / tokens)
+    # Of a dataset that does not say it, it is not known.
+    file = tmp_path / "out" / MANIFEST_FILE
+    record = json.loads(file.read_text())
+    del record["train"]["masked_bytes"]
+    file.write_text(json.dumps(record))
+    assert TokenDataset.open(tmp_path / "out", "train").bytes_per_token is None
+
+
 def test_files_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     records = _conversations(1300)  # several batches
     records[700] = BAD
