@@ -152,7 +152,7 @@ class StepModel(MegatronModule):
         sums = [self._loss(outputs.main_SBH, self.head.weight, batch.labels_BS, batch.loss_mask_BS, shard)]
         for k, mtp_hidden in enumerate(outputs.mtp_SBH):
             labels = shift_left(batch.labels_BS, k + 1, 0)
-            sums.append(self._loss(mtp_hidden, self._mtp_head(k), labels, mtp_loss_mask(batch, k + 1), shard))
+            sums.append(self._loss(mtp_hidden, self.mtp_head(k), labels, mtp_loss_mask(batch, k + 1), shard))
         return torch.stack(sums)
 
     def logits(self, batch: MicroBatch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -167,9 +167,9 @@ class StepModel(MegatronModule):
         if not self.stage.is_last:
             return hidden
         outputs = self._heads(hidden, batch, sequence)
-        heads = [self.head.weight, *(self._mtp_head(k) for k in range(self.mtp_depths))]
+        heads = [self.head.weight, *(self.mtp_head(k) for k in range(self.mtp_depths))]
         hidden_SBH = [outputs.main_SBH, *outputs.mtp_SBH]
-        stacked = torch.stack([self._logits_SBV(h, head) for h, head in zip(hidden_SBH, heads, strict=True)])
+        stacked = torch.stack([self.logits_of(h, head) for h, head in zip(hidden_SBH, heads, strict=True)])
         logits = stacked.transpose(1, 2).float()
         return logits[0], logits[1:]
 
@@ -190,8 +190,11 @@ class StepModel(MegatronModule):
         values_SB: torch.Tensor = self.value_head(self.final_norm(hidden_SBH))
         return values_SB
 
-    def _logits_SBV(self, hidden_SBH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Of this context-parallel rank's tokens; tensor-parallel ranks hold runs of the padded vocabulary."""
+    def logits_of(self, hidden_SBH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Logits [S, B, V] of normed hidden states, by an output matrix.
+
+        Of this context-parallel rank's tokens; tensor-parallel ranks hold runs of the padded vocabulary.
+        """
         if self._groups.tp.size() == 1:
             whole: torch.Tensor = self.config.kernels.linear(hidden_SBH, weight)
             return whole
@@ -207,7 +210,7 @@ class StepModel(MegatronModule):
 
     def _run_layers(self, batch: MicroBatch, sequence: SequenceContext, balance: BalanceContext | None) -> torch.Tensor:
         if self.stage.is_first:
-            hidden = self._embed(sequence.shard.take(batch.tokens_BS)).contiguous()
+            hidden = self.embed(sequence.shard.take(batch.tokens_BS)).contiguous()
         else:
             assert self._input is not None, "a later pipeline stage needs its input tensor"
             hidden = self._input
@@ -215,7 +218,7 @@ class StepModel(MegatronModule):
             hidden = layer(hidden, sequence, balance)
         return hidden
 
-    def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """[S, B, H]; with sequence parallelism this rank's run of the S tokens."""
         embedded = self.embedding(tokens_BS)
         # Where it reduce-scatters over the sequence, Megatron's module has put that axis first already.
@@ -224,19 +227,21 @@ class StepModel(MegatronModule):
     def _heads(self, hidden: torch.Tensor, batch: MicroBatch, sequence: SequenceContext) -> Hidden:
         main = self.final_norm(hidden)
         chained, normed = hidden, []
-        for k, depth in enumerate(self._running_depths()):
+        for k, depth in enumerate(self.running_depths()):
             if k == 0 and not depth.spec.pre_norm_chain:
                 chained = main
             following = shift_left(batch.tokens_BS, k + 1, 0)
-            output, chained = depth(self._embed(sequence.shard.take(following)), chained, sequence)
+            output, chained = depth(self.embed(sequence.shard.take(following)), chained, sequence)
             normed.append(output)
         return Hidden(main, tuple(normed))
 
-    def _running_depths(self) -> list[MtpDepth]:
+    def running_depths(self) -> list[MtpDepth]:
+        """The MTP depths that run, the nearest first."""
         return [depth for depth in self.mtp[: self.mtp_depths] if isinstance(depth, MtpDepth)]
 
-    def _mtp_head(self, k: int) -> torch.Tensor:
-        own = self._running_depths()[k].head
+    def mtp_head(self, k: int) -> torch.Tensor:
+        """The output matrix of an MTP depth, its own or the main model's."""
+        own = self.running_depths()[k].head
         return (self.head if own is None else own).weight
 
     def _loss(

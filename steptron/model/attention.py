@@ -6,12 +6,11 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from steptron.model.attention_core import attend
 from steptron.model.layer_spec import AttentionSpec
 from steptron.model.linear import column_parallel, row_parallel
 from steptron.model.norm import build_norm
 from steptron.model.rope import rope_tables
-from steptron.model.sequence import SequenceContext
+from steptron.model.sequence import AttentionContext
 from steptron.model.transformer_config import StepConfig
 
 
@@ -63,11 +62,11 @@ class SelfAttention(MegatronModule):
         else:
             self.register_parameter("sink", None)
 
-    def forward(self, h_SBH: Tensor, context: SequenceContext) -> Tensor:
+    def forward(self, h_SBH: Tensor, context: AttentionContext) -> Tensor:
         """
         Args:
             h_SBH: [S, B, H], the normalised input of the layer, of this rank's tokens.
-            context: positions, documents and shard of the micro-batch.
+            context: their positions, and the keys that they see.
 
         Returns:
             [S, B, H], to be added to the residual.
@@ -76,7 +75,7 @@ class SelfAttention(MegatronModule):
         projected, _ = self.input_projection(h_SBH)
         cos, sin = context.once(
             ("rope", spec.rope, h_SBH.dtype),
-            lambda: rope_tables(spec.rope, context.shard.take(context.positions_BS), h_SBH.dtype),
+            lambda: rope_tables(spec.rope, context.own_positions_BS, h_SBH.dtype),
         )
         q_SBnD, k_SBgD, v_SBgD, gate_SBn = kernels.qk_norm_rope(
             projected,
@@ -89,7 +88,7 @@ class SelfAttention(MegatronModule):
             self.query_norm.eps,
             spec.gate,
         )
-        o_SBnD = attend(q_SBnD, k_SBgD, v_SBgD, context, spec.window, self.sink, kernels.attention)
+        o_SBnD = context.attend(q_SBnD, k_SBgD, v_SBgD, spec.window, self.sink, kernels.attention)
         if gate_SBn is not None:
             o_SBnD = kernels.head_gate(o_SBnD, gate_SBn)
         output_SBH, _ = self.output_projection(o_SBnD.flatten(2))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from steptron.model.sequence import SequenceContext
 from steptron.parallel.key_exchange import exchange_keys, plan_exchange
 from steptron.parallel.sequence_shard import SequenceShard
 from steptron_kernels.attention.plain import attention as plain_attention
+
+if TYPE_CHECKING:
+    from steptron.model.sequence import SequenceContext
 
 
 def attend(

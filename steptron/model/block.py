@@ -15,7 +15,7 @@ from steptron.model.ffn import DenseFfn
 from steptron.model.layer_spec import LayerSpec, MoeFfnSpec
 from steptron.model.moe import MoeFfn
 from steptron.model.norm import ZeroCentredRMSNorm, build_norm
-from steptron.model.sequence import SequenceContext
+from steptron.model.sequence import AttentionContext
 from steptron.model.transformer_config import StepConfig
 from steptron_kernels.recompute import not_kept, recomputed
 
@@ -36,7 +36,7 @@ class TransformerLayer(MegatronModule):
             else DenseFfn(spec.ffn, hidden, config, groups.tp, spec.recompute)
         )
 
-    def forward(self, x: torch.Tensor, sequence: SequenceContext, balance: BalanceContext | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, sequence: AttentionContext, balance: BalanceContext | None) -> torch.Tensor:
         """[S, B, H] -> [S, B, H]"""
         attended = self._attend(x, sequence)
         if self.spec.recompute.isdisjoint({"ffn", "norm"}):
@@ -46,7 +46,7 @@ class TransformerLayer(MegatronModule):
         x = x + attended
         return x + self._feed_forward(x, balance)
 
-    def _attend(self, x: torch.Tensor, sequence: SequenceContext) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, sequence: AttentionContext) -> torch.Tensor:
         if "attention" in self.spec.recompute:
             return _run_again(lambda x: self.attention(self.attention_norm(x), sequence), x)
         h = self._normalise(x, self.attention_norm)

@@ -12,7 +12,7 @@ from steptron.model.layer_spec import MtpSpec
 from steptron.model.linear import Linear, column_parallel
 from steptron.model.norm import build_norm
 from steptron.model.parameter_shards import vocabulary_rows
-from steptron.model.sequence import SequenceContext, shift_left
+from steptron.model.sequence import AttentionContext, shift_left
 from steptron.model.transformer_config import StepConfig
 
 
@@ -35,7 +35,7 @@ class MtpDepth(MegatronModule):
         self.head = column_parallel(hidden, padded_vocabulary, config, groups.tp) if spec.own_head else None
 
     def forward(
-        self, embedding_SBH: torch.Tensor, hidden_SBH: torch.Tensor, sequence: SequenceContext
+        self, embedding_SBH: torch.Tensor, hidden_SBH: torch.Tensor, sequence: AttentionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One depth.
 

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from steptron.model.attention_core import attend
 from steptron.parallel.sequence_shard import SequenceShard
 
 T = TypeVar("T")
 
 PADDING = -1
 """Document number of padding tokens."""
+
+
+class AttentionContext(Protocol):
+    """What attention layers ask about the tokens that they work on."""
+
+    @property
+    def own_positions_BS(self) -> torch.Tensor:
+        """int64 [B, S], RoPE positions of this process's tokens."""
+
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Computes a value that several layers need (RoPE tables, masks) once."""
+
+    def attend(
+        self,
+        q_SBnD: torch.Tensor,
+        k_SBgD: torch.Tensor,
+        v_SBgD: torch.Tensor,
+        window: int | None,
+        sink_n: torch.Tensor | None,
+        attention: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention of a layer's queries to what they see; :func:`steptron.model.attention_core.attend` says what."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +60,23 @@ class SequenceContext:
     shard: SequenceShard
     context_group: dist.ProcessGroup | None = None
     _memo: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def own_positions_BS(self) -> torch.Tensor:
+        """int64 [B, S], RoPE positions of this process's tokens."""
+        return self.shard.take(self.positions_BS)
+
+    def attend(
+        self,
+        q_SBnD: torch.Tensor,
+        k_SBgD: torch.Tensor,
+        v_SBgD: torch.Tensor,
+        window: int | None,
+        sink_n: torch.Tensor | None,
+        attention: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention of a layer over the micro-batch's tokens."""
+        return attend(q_SBnD, k_SBgD, v_SBgD, self, window, sink_n, attention)
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Computes a value that several layers of the same micro-batch need (RoPE tables, masks) once."""
