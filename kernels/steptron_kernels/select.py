@@ -12,6 +12,7 @@ from torch import Tensor
 from steptron_kernels import extension
 from steptron_kernels.add_rms_norm import plain as plain_add_rms_norm
 from steptron_kernels.attention import plain as plain_attention
+from steptron_kernels.cached_attention import plain as plain_cached_attention
 from steptron_kernels.experts import plain as plain_experts
 from steptron_kernels.experts.plan import RowPlan
 from steptron_kernels.head_gate import plain as plain_head_gate
@@ -46,6 +47,7 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     qk_norm_rope: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     attention: Callable[..., Tensor]
+    cached_attention: Callable[..., Tensor]
     head_gate: Callable[[Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor, float | None, bool], Tensor]
     linear: Callable[[Tensor, Tensor], Tensor]
@@ -62,6 +64,7 @@ PLAIN = Kernels(
     add_rms_norm=plain_add_rms_norm.add_rms_norm,
     qk_norm_rope=plain_qk_norm_rope.qk_norm_rope,
     attention=plain_attention.attention,
+    cached_attention=plain_cached_attention.cached_attention,
     head_gate=plain_head_gate.head_gate,
     swiglu=plain_swiglu.swiglu,
     linear=plain_linear.linear,
@@ -81,6 +84,7 @@ def native(products: Products) -> Kernels:
     extension.require()
     from steptron_kernels.add_rms_norm import native as native_add_rms_norm
     from steptron_kernels.attention import native as native_attention
+    from steptron_kernels.cached_attention import native as native_cached_attention
     from steptron_kernels.experts import native as native_experts
     from steptron_kernels.head_gate import native as native_head_gate
     from steptron_kernels.linear import native as native_linear
@@ -98,6 +102,7 @@ def native(products: Products) -> Kernels:
         add_rms_norm=native_add_rms_norm.add_rms_norm,
         qk_norm_rope=native_qk_norm_rope.qk_norm_rope,
         attention=native_attention.Attention(products),
+        cached_attention=native_cached_attention.CachedAttention(products),
         head_gate=native_head_gate.head_gate,
         swiglu=native_swiglu.swiglu,
         linear=native_linear.Linear(packed),

@@ -6,11 +6,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from steptron.engine.cache import Blocks, LayerGroup
-from steptron_kernels.cached_attention.plain import cached_attention
+from steptron_kernels.select import Kernels
 
 T = TypeVar("T")
 
@@ -105,42 +106,38 @@ class Step:
 
     def _view(self, number: int) -> _GroupView:
         size = self.groups[number].block_size
-        tables = [_table(own.blocks[number], size, own.start + own.count) for own in self.work]
-        firsts = [own.blocks[number].first * size for own in self.work]
-        rows = [
-            table[own.start - first : own.start - first + own.count]
-            for own, table, first in zip(self.work, tables, firsts, strict=True)
-        ]
-        segments = []
+        segments, rows = [], []
         begin = token = 0
         while begin < len(self.work):
             count = self.work[begin].count
             end = begin + 1
             while count < _ALONE and end < len(self.work) and self.work[end].count == count:
                 end += 1
-            length = max(len(table) for table in tables[begin:end])
-            table_RL = torch.zeros(end - begin, length, dtype=torch.int64)
-            for row, table in enumerate(tables[begin:end]):
-                table_RL[row, : len(table)] = table
-            starts_R = torch.tensor([own.start for own in self.work[begin:end]])
-            tokens = slice(token, token + count * (end - begin))
-            segments.append(
-                _Segment(
-                    tokens,
-                    count,
-                    table_RL.to(self.device),
-                    torch.tensor(firsts[begin:end]).to(self.device),
-                    (starts_R[:, None] + torch.arange(count)).to(self.device),
-                )
-            )
+            own = self.work[begin:end]
+            firsts_R = np.array([item.blocks[number].first * size for item in own])
+            starts_R = np.array([item.start for item in own])
+            places_RQ = starts_R[:, None] + np.arange(count)
+            table_RL = _table([item.blocks[number].held for item in own], size)
+            columns_RQ = places_RQ - firsts_R[:, None]
+            rows.append(np.take_along_axis(table_RL, columns_RQ, axis=1).flatten())
+            # A sequence may hold blocks beyond its last place.
+            table_RL = table_RL[:, : int(columns_RQ.max()) + 1]
+            tokens = slice(token, token + places_RQ.size)
+            segments.append(_Segment(tokens, count, *map(self._tensor, (table_RL, firsts_R, places_RQ))))
             begin, token = end, tokens.stop
-        return _GroupView(torch.cat(rows).to(self.device), segments)
+        return _GroupView(self._tensor(np.concatenate(rows)), segments)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
 
 
-def _table(blocks: Blocks, size: int, places: int) -> Tensor:
-    """int64, the rows of the pool for the places from the first block that is held up to so many."""
-    rows = torch.tensor(blocks.held)[:, None] * size + torch.arange(size)
-    return rows.flatten()[: places - blocks.first * size]
+def _table(held: Sequence[Sequence[int]], size: int) -> np.ndarray:
+    """int64 [R, L], the rows of the pool that the blocks of each sequence hold, padded with any."""
+    longest = max(map(len, held))
+    blocks_RM = np.zeros((len(held), longest), np.int64)
+    for row, own in enumerate(held):
+        blocks_RM[row, : len(own)] = own
+    return (blocks_RM[:, :, None] * size + np.arange(size)).reshape(len(held), -1)
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ class LayerStep:
         v_SBgD: Tensor,
         window: int | None,
         sink_n: Tensor | None,
-        attention: Callable[..., Tensor],
+        kernels: Kernels,
     ) -> Tensor:
         """Writes the new keys and values to the cache, and attends to what is there."""
         view = self.step.view(self.group)
@@ -177,7 +174,7 @@ class LayerStep:
             q_TnD = q_SBnD[segment.tokens, 0]
             if segment.count >= _ALONE:
                 rows = segment.table_RL[0]
-                output = attention(
+                output = kernels.attention(
                     q_TnD[:, None],
                     self.k_NgD[rows][:, None],
                     self.v_NgD[rows][:, None],
@@ -186,7 +183,7 @@ class LayerStep:
                     query_offset=len(rows) - segment.count,
                 )[:, 0]
             else:
-                output = cached_attention(
+                output = kernels.cached_attention(
                     q_TnD.unflatten(0, (-1, segment.count)),
                     self.k_NgD,
                     self.v_NgD,

@@ -7,9 +7,10 @@ out, the youngest gives its own back and is computed again later.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -276,7 +277,7 @@ class Engine:
         work = [Work(sequence.blocks, sequence.computed, count) for sequence, count in chosen]
         tokens: list[int] = []
         for sequence, count in chosen:
-            drafted = [token for token, _ in sequence.drafts]
+            drafted = [draft.token for draft in sequence.drafts]
             tokens += [*sequence.tokens[sequence.computed :], *drafted][:count]
         hidden = self._runner.hidden(tokens, work).split([count for _, count in chosen])
         self.statistics.computed_tokens += len(tokens)
@@ -299,36 +300,57 @@ class Engine:
             return []
         rows = [1 + len(sequence.drafts) for sequence, _ in ready]
         logits_NV = self._runner.logits(torch.cat([h_NH[-own:] for (_, h_NH), own in zip(ready, rows, strict=True)]))
-        sampling = [
-            sequence.request.sampling for (sequence, _), own in zip(ready, rows, strict=True) for _ in range(own)
-        ]
-        targets = log_probabilities(logits_NV, sampling).split(rows)
-        raws = torch.log_softmax(logits_NV, dim=-1).split(rows)
+        sequences = [sequence for sequence, _ in ready]
+        sampling = [own.request.sampling for own, count in zip(sequences, rows, strict=True) for _ in range(count)]
+        log_p_NV = log_probabilities(logits_NV, sampling)
+        chosen = verify(
+            log_p_NV,
+            [own.drafts for own in sequences],
+            [own.request.sampling.seed for own in sequences],
+            [len(own.tokens) for own in sequences],
+        )
+        begins = [0, *itertools.accumulate(rows)]
+        described = self._described(
+            logits_NV,
+            log_p_NV,
+            [
+                (begin + row, token, own.request.alternatives)
+                for begin, own, (tokens, _) in zip(begins, sequences, chosen, strict=False)
+                for row, token in enumerate(tokens)
+            ],
+        )
         updates = []
-        for (sequence, hidden_NH), target_QV, raw_QV in zip(ready, targets, raws, strict=True):
-            drafts, seed = sequence.drafts, sequence.request.sampling.seed
-            log_q = torch.stack([log_q_V for _, log_q_V in drafts]) if drafts else None
-            tokens, accepted = verify(target_QV, [token for token, _ in drafts], log_q, seed, len(sequence.tokens))
-            self.statistics.count_drafts(len(drafts), accepted)
-            self._advance(sequence, hidden_NH[: len(hidden_NH) - len(drafts) + accepted])
+        for (sequence, hidden_NH), (tokens, accepted) in zip(ready, chosen, strict=True):
+            drafted = len(sequence.drafts)
+            self.statistics.count_drafts(drafted, accepted)
+            self._advance(sequence, hidden_NH[: len(hidden_NH) - drafted + accepted])
             sequence.drafts = []
-            updates.append(self._accept(sequence, tokens, target_QV, raw_QV))
+            updates.append(self._accept(sequence, list(itertools.islice(described, len(tokens)))))
         return updates
 
-    def _accept(self, sequence: Sequence, tokens: list[int], target_QV: Tensor, raw_QV: Tensor) -> Update:
-        """Puts tokens into an answer, as far as it goes."""
-        request, added, text = sequence.request, list[GeneratedToken](), ""
-        reason: StopReason | None = None
-        for row, token in enumerate(tokens):
+    def _described(
+        self, logits_NV: Tensor, log_p_NV: Tensor, chosen: list[tuple[int, int, int]]
+    ) -> Iterator[GeneratedToken]:
+        """Tokens with their log-probabilities, given for each its row, its id and how many alternatives are wanted."""
+        rows, tokens, alternatives = (list(part) for part in zip(*chosen, strict=True))
+        log_p = log_p_NV[rows, tokens].tolist()
+        norms_N = logits_NV.logsumexp(dim=-1)
+        raw = (logits_NV[rows, tokens] - norms_N[rows]).tolist()
+        for row, token, wanted, as_sampled, own in zip(rows, tokens, alternatives, log_p, raw, strict=True):
             likeliest: tuple[tuple[int, float], ...] = ()
-            if request.alternatives:
-                values, ids = raw_QV[row].topk(request.alternatives)
+            if wanted:
+                values, ids = (logits_NV[row] - norms_N[row]).topk(wanted)
                 likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-            added.append(
-                GeneratedToken(token, float(target_QV[row, token]), float(raw_QV[row, token]), self.version, likeliest)
-            )
-            sequence.tokens.append(token)
-            reason, more = self._end_after(sequence, token, len(sequence.generated) + len(added))
+            yield GeneratedToken(token, as_sampled, own, self.version, likeliest)
+
+    def _accept(self, sequence: Sequence, tokens: list[GeneratedToken]) -> Update:
+        """Puts tokens into an answer, as far as it goes."""
+        added, text = list[GeneratedToken](), ""
+        reason: StopReason | None = None
+        for one in tokens:
+            added.append(one)
+            sequence.tokens.append(one.token)
+            reason, more = self._end_after(sequence, one.token, len(sequence.generated) + len(added))
             text += more
             if reason is not None:
                 break
@@ -392,7 +414,7 @@ class Engine:
                 sequence.request.max_tokens - len(sequence.generated),
                 self.options.longest_sequence - len(sequence.tokens),
             )
-            sequence.drafts = list(zip(item.tokens, item.log_p, strict=True))[: left - 1]
+            sequence.drafts = item.drafts[: left - 1]
             # The deeper depths have seen drafts at the last places, in the place of tokens that will be known.
             sequence.hidden_NH = item.hidden_NH[len(item.hidden_NH) - min(depths - 1, len(item.hidden_NH)) :]
 

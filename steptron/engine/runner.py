@@ -10,7 +10,7 @@ from torch import Tensor
 
 from steptron.engine.cache import Blocks, LayerGroup
 from steptron.engine.context import Step, Work
-from steptron.engine.sampling import DRAFT, Sampling, draw, log_probabilities, uniform
+from steptron.engine.sampling import DRAFT, Draft, Sampling, draw, log_probabilities, uniform
 from steptron.model.assembly import StepModel
 
 
@@ -24,8 +24,7 @@ class Drafting:
         hidden_NH: the main model's hidden states of the N places from there to the last that it has computed.
         known: the N tokens that follow those places.
         sampling: how tokens are chosen.
-        tokens: those drafted.
-        log_p: for each the log-probabilities [V] that it was drawn with.
+        drafts: what was drafted.
     """
 
     blocks: Sequence[Blocks]
@@ -33,8 +32,12 @@ class Drafting:
     hidden_NH: Tensor
     known: list[int]
     sampling: Sampling
-    tokens: list[int] = field(default_factory=list)
-    log_p: list[Tensor] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+
+    def following(self, depth: int) -> list[int]:
+        """The tokens that the MTP layer of a depth gets at its N places: known ones, then drafted ones."""
+        tokens = [*self.known[depth:], *(draft.token for draft in self.drafts)]
+        return tokens[: len(self.known)]
 
 
 class Runner:
@@ -80,15 +83,16 @@ class Runner:
             chained_T1H = self.model.final_norm(chained_T1H)
         last_R = torch.tensor([own.count for own in work]).cumsum(0) - 1
         for k, depth in enumerate(self.model.running_depths()[:depths]):
-            following = [token for own in sequences for token in [*own.known, *own.tokens][k : k + len(own.known)]]
+            following = [token for own in sequences for token in own.following(k)]
             normed_T1H, chained_T1H = depth(self._embedded(following), chained_T1H, step.layer(f"mtp.{k}"))
             logits_RV = self.model.logits_of(normed_T1H[last_R.to(self.device)], self.model.mtp_head(k))[:, 0].float()
             log_p_RV = log_probabilities(logits_RV, [own.sampling for own in sequences])
             places = [own.start + len(own.known) + 1 + k for own in sequences]
             uniforms = [uniform(own.sampling.seed, place, DRAFT) for own, place in zip(sequences, places, strict=True)]
-            for row, (own, token) in enumerate(zip(sequences, draw(log_p_RV.exp(), uniforms), strict=True)):
-                own.tokens.append(token)
-                own.log_p.append(log_p_RV[row])
+            tokens = draw(log_p_RV.exp(), uniforms)
+            chosen = log_p_RV.gather(1, log_p_RV.new_tensor(tokens, dtype=torch.int64)[:, None])[:, 0].tolist()
+            for own, token, log_q_V, log_q in zip(sequences, tokens, log_p_RV, chosen, strict=True):
+                own.drafts.append(Draft(token, log_q_V, log_q))
 
     def _embedded(self, tokens: Sequence[int]) -> Tensor:
         """[T, 1, H]"""

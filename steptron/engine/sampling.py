@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,44 +107,64 @@ def draw(p_RV: Tensor, uniforms: Sequence[float]) -> list[int]:
     """
     sums_RV = p_RV.double().cumsum(dim=-1)
     wanted_R1 = sums_RV[:, -1:] * sums_RV.new_tensor(uniforms)[:, None]
-    tokens_R = torch.searchsorted(sums_RV, wanted_R1, right=True)[:, 0]
+    tokens_R1 = torch.searchsorted(sums_RV, wanted_R1, right=True).clamp_max_(p_RV.shape[1] - 1)
+    found: list[int] = tokens_R1[:, 0].tolist()
     # Rounding may lead beyond the last token that has a weight.
-    last_R = p_RV.shape[1] - 1 - (p_RV.flip(1) > 0).int().argmax(dim=1)
-    found: list[int] = torch.minimum(tokens_R, last_R).tolist()
+    for row in (p_RV.gather(1, tokens_R1)[:, 0] <= 0).nonzero()[:, 0].tolist():
+        found[row] = int(p_RV[row].nonzero()[-1])
     return found
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A token that may follow.
+
+    Attributes:
+        token: its id.
+        log_q_V: log-probabilities that it was drawn with.
+        log_q: its own.
+    """
+
+    token: int
+    log_q_V: Tensor
+    log_q: float
+
+
 def verify(
-    target_QV: Tensor, draft_tokens: Sequence[int], draft_DV: Tensor | None, seed: int, place: int
-) -> tuple[list[int], int]:
-    """The next tokens of a sequence, given what was drafted: distributed as if each had been sampled by itself.
+    log_p_NV: Tensor, drafts: Sequence[Sequence[Draft]], seeds: Sequence[int], places: Sequence[int]
+) -> list[tuple[list[int], int]]:
+    """The next tokens of sequences, given what was drafted: distributed as if each had been sampled by itself.
 
     A drafted token d is accepted with probability min(1, p(d) / q(d)); the first that is not is replaced by one drawn
     in proportion to max(p - q, 0); after the last accepted one, one more is sampled (Leviathan et al. 2023, arXiv
     2211.17192, algorithm 1).
 
     Args:
-        target_QV: log-probabilities p for each of the D + 1 places.
-        draft_tokens: the D drafted tokens.
-        draft_DV: log-probabilities q that they were drawn with; None without drafts.
-        seed: of the sequence.
-        place: of the first of the tokens in the sequence.
+        log_p_NV: log-probabilities p: for each sequence a row for every draft and one more.
+        drafts: of each sequence; none at all is allowed.
+        seeds: of the sequences.
+        places: of the first of the tokens in each sequence.
 
     Returns:
-        The tokens, at least one, and how many of them were drafted.
+        For each sequence its tokens, at least one, and how many of them were drafted.
     """
-    tokens: list[int] = []
-    for number, token in enumerate(draft_tokens):
-        assert draft_DV is not None
-        p, q = float(target_QV[number, token].exp()), float(draft_DV[number, token].exp())
-        if uniform(seed, place + number, ACCEPT) * q < p:
-            tokens.append(token)
-            continue
-        rest_V = (target_QV[number].exp() - draft_DV[number].exp()).clamp_min(0)
-        if not rest_V.any():  # p and q differ by rounding alone
-            rest_V = target_QV[number].exp()
-        tokens += draw(rest_V[None], [uniform(seed, place + number, SAMPLE)])
-        return tokens, number
-    last = len(draft_tokens)
-    tokens += draw(target_QV[last : last + 1].exp(), [uniform(seed, place + last, SAMPLE)])
-    return tokens, last
+    begins = [0, *itertools.accumulate(len(own) + 1 for own in drafts)]
+    rows = [begin + k for begin, own in zip(begins, drafts, strict=False) for k in range(len(own))]
+    log_p = iter(log_p_NV[rows, [draft.token for own in drafts for draft in own]].tolist())
+    accepted = []
+    for own, seed, place in zip(drafts, seeds, places, strict=True):
+        chances = [math.exp(min(0.0, next(log_p) - draft.log_q)) for draft in own]
+        lucky = [uniform(seed, place + k, ACCEPT) < chance for k, chance in enumerate(chances)]
+        accepted.append(next((k for k, is_lucky in enumerate(lucky) if not is_lucky), len(own)))
+    p_RV = log_p_NV[[begin + count for begin, count in zip(begins, accepted, strict=False)]].exp()
+    for row, (own, count) in enumerate(zip(drafts, accepted, strict=True)):
+        if count < len(own):
+            rest_V = (p_RV[row] - own[count].log_q_V.exp()).clamp_min_(0)
+            if rest_V.any():  # else p and q differ by rounding alone
+                p_RV[row] = rest_V
+    uniforms = [uniform(seed, place + n, SAMPLE) for seed, place, n in zip(seeds, places, accepted, strict=True)]
+    last = draw(p_RV, uniforms)
+    return [
+        ([*(draft.token for draft in own[:count]), token], count)
+        for own, count, token in zip(drafts, accepted, last, strict=True)
+    ]

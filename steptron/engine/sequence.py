@@ -10,6 +10,7 @@ from steptron.data.tokenizer import StreamDecoder
 from steptron.engine.blocks import Key
 from steptron.engine.cache import Blocks
 from steptron.engine.request import GeneratedToken, Request
+from steptron.engine.sampling import Draft
 
 
 @dataclass(eq=False)
@@ -28,7 +29,7 @@ class Sequence:
         version: of the weights that computed all that is cached; None where several did.
         keys: of its blocks that are whole and can be found by others.
         hidden_NH: hidden states of the last computed places, which the MTP layers have not seen as they are.
-        drafts: tokens that may follow, with the log-probabilities [V] that each was drawn with.
+        drafts: tokens that may follow.
         follows: a request with the same prompt that computes it first.
     """
 
@@ -43,7 +44,7 @@ class Sequence:
     computed: int = 0
     keys: list[Key] = field(default_factory=list)
     hidden_NH: Tensor | None = None
-    drafts: list[tuple[int, Tensor]] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
     follows: Sequence | None = None
 
     @property

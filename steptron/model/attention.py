@@ -88,7 +88,7 @@ class SelfAttention(MegatronModule):
             self.query_norm.eps,
             spec.gate,
         )
-        o_SBnD = context.attend(q_SBnD, k_SBgD, v_SBgD, spec.window, self.sink, kernels.attention)
+        o_SBnD = context.attend(q_SBnD, k_SBgD, v_SBgD, spec.window, self.sink, kernels)
         if gate_SBn is not None:
             o_SBnD = kernels.head_gate(o_SBnD, gate_SBn)
         output_SBH, _ = self.output_projection(o_SBnD.flatten(2))

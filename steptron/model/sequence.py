@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from steptron.model.attention_core import attend
 from steptron.parallel.sequence_shard import SequenceShard
+from steptron_kernels.select import Kernels
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class AttentionContext(Protocol):
         v_SBgD: torch.Tensor,
         window: int | None,
         sink_n: torch.Tensor | None,
-        attention: Callable[..., torch.Tensor],
+        kernels: Kernels,
     ) -> torch.Tensor:
         """Attention of a layer's queries to what they see; :func:`steptron.model.attention_core.attend` says what."""
 
@@ -73,10 +74,10 @@ class SequenceContext:
         v_SBgD: torch.Tensor,
         window: int | None,
         sink_n: torch.Tensor | None,
-        attention: Callable[..., torch.Tensor],
+        kernels: Kernels,
     ) -> torch.Tensor:
         """Attention of a layer over the micro-batch's tokens."""
-        return attend(q_SBnD, k_SBgD, v_SBgD, self, window, sink_n, attention)
+        return attend(q_SBnD, k_SBgD, v_SBgD, self, window, sink_n, kernels.attention)
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Computes a value that several layers of the same micro-batch need (RoPE tables, masks) once."""

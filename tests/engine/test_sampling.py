@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from steptron.engine import sampling as module
-from steptron.engine.sampling import ACCEPT, DRAFT, SAMPLE, Sampling, draw, log_probabilities, uniform, verify
+from steptron.engine.sampling import ACCEPT, DRAFT, SAMPLE, Draft, Sampling, draw, log_probabilities, uniform, verify
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 1.0, -3.0, 0.0, 1.9, -1.0])
 
@@ -89,21 +89,27 @@ def _rows(seed: int, count: int, sharpness: float = 1.0) -> torch.Tensor:
     return (noise * sharpness).log_softmax(dim=-1)
 
 
-def _outcomes(accept: float = 1.0, count: int = 30_000) -> tuple[np.ndarray, np.ndarray]:
-    """How often each pair of first two tokens comes out of one or two drafts, and the expected numbers.
+def _drafts(tokens: list[int], log_q_DV: torch.Tensor) -> list[Draft]:
+    return [Draft(token, row, float(row[token])) for token, row in zip(tokens, log_q_DV, strict=True)]
+
+
+def _outcomes(accept: float = 1.0, count: int = 40_000) -> tuple[np.ndarray, np.ndarray]:
+    """How often each pair of first two tokens comes out of two drafts, and the expected numbers.
 
     Every context has the same distributions, so that the pair's probability is a product.
     """
     target, drafts = _rows(0, 3), _rows(1, 2)
+    seeds = list(range(count))
+    first, second = (
+        draw(drafts[k].exp().expand(count, -1), [uniform(seed, 10 + k, DRAFT) for seed in seeds]) for k in range(2)
+    )
+    drafted = [_drafts([*pair], drafts + math.log(accept)) for pair in zip(first, second, strict=True)]
     seen = np.zeros((6, 6))
-    for seed in range(count):
-        first = draw(drafts[:1].exp(), [uniform(seed, 10, DRAFT)])
-        second = draw(drafts[1:].exp(), [uniform(seed, 11, DRAFT)])
-        tokens, accepted = verify(target, [*first, *second], drafts + math.log(accept), seed, 10)
-        assert len(tokens) == accepted + 1 and tokens[:accepted] == [*first, *second][:accepted]
-        if len(tokens) == 1:
-            tokens += draw(target[1:2].exp(), [uniform(seed, 11, SAMPLE)])
-        seen[tokens[0], tokens[1]] += 1
+    answers = verify(target.repeat(count, 1), drafted, seeds, [10] * count)
+    alone = draw(target[1].exp().expand(count, -1), [uniform(seed, 11, SAMPLE) for seed in seeds])
+    for (tokens, accepted), pair, later in zip(answers, zip(first, second, strict=True), alone, strict=True):
+        assert len(tokens) == accepted + 1 and tokens[:accepted] == [*pair][:accepted]
+        seen[tokens[0], tokens[1] if len(tokens) > 1 else later] += 1
     p = target.exp().numpy()
     return seen.flatten(), (np.outer(p[0], p[1]) * count).flatten()
 
@@ -122,9 +128,11 @@ def test_a_wrong_rule_of_acceptance_is_seen() -> None:
 def test_replacing_by_the_target_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token after a rejection comes from max(p - q, 0), not from p."""
     original = draw
+    target = _rows(0, 3)[0].exp()
 
     def from_the_target(p_RV: torch.Tensor, uniforms: list[float]) -> list[int]:
-        return original(_rows(0, 3)[:1].exp() if float(p_RV.sum()) < 0.999 else p_RV, uniforms)
+        rests = (p_RV.sum(dim=1) < 0.999)[:, None]
+        return original(torch.where(rests, target, p_RV), uniforms)
 
     monkeypatch.setattr(module, "draw", from_the_target)
     seen, expected = _outcomes()
@@ -134,19 +142,20 @@ def test_replacing_by_the_target_itself_is_seen(monkeypatch: pytest.MonkeyPatch)
 def test_greedy_drafts_are_accepted_exactly_where_they_are_right() -> None:
     target = log_probabilities(_rows(0, 3).float(), [Sampling(0.0)] * 3)
     best = target.argmax(dim=-1).tolist()
-    drafts = log_probabilities(_rows(0, 2).float(), [Sampling(0.0)] * 2)
-    assert verify(target, best[:2], drafts, 3, 5) == (best, 2)
     wrong = (best[1] + 1) % 6
     one_hot = torch.full((6,), -math.inf)
     one_hot[wrong] = 0.0
-    assert verify(target, [best[0], wrong], torch.stack([drafts[0], one_hot]), 3, 5) == (best[:2], 1)
+    right = Draft(best[0], target[0], 0.0)
+    drafts = [[right, Draft(best[1], target[1], 0.0)], [right, Draft(wrong, one_hot, 0.0)], []]
+    rows = torch.cat([target, target, target[:1]])
+    assert verify(rows, drafts, [3, 4, 5], [5, 6, 7]) == [(best, 2), (best[:2], 1), (best[:1], 0)]
 
 
 def test_equal_distributions_accept_every_draft() -> None:
     rows = _rows(4, 2)
     for seed in range(200):
         token = draw(rows[:1].exp(), [uniform(seed, 0, DRAFT)])
-        assert verify(rows, token, rows[:1], seed, 0)[1] == 1
+        assert verify(rows, [_drafts(token, rows[:1])], [seed], [0])[0][1] == 1
 
 
 @pytest.mark.parametrize(
