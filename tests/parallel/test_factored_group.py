@@ -296,5 +296,6 @@ def _alone(rank: int, size: int) -> str:
 
 
 def test_absent_members_end_in_a_timeout(pool: WorkerPool) -> None:
-    message = pool.run(4, _alone)[0]
-    assert "timed out" in message.lower() or "closed" in message.lower()
+    message = pool.run(4, _alone)[0].lower()
+    # Others of its group that give up earlier close or reset the connection.
+    assert any(end in message for end in ("timed out", "closed", "connection reset")), message

@@ -9,16 +9,23 @@ import time
 from pathlib import Path
 
 
+def _write(file: Path, text: str) -> None:
+    """Whoever waits for the file finds all of it."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(file)
+
+
 def main(mode: str, folder: Path) -> int:
     """Acts as a worker; returns its exit code."""
     rank = int(os.environ["RANK"])
     stop: list[int] = []
     if mode != "late" or rank == 0:  # the others are not yet ready for signals
         signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    _write(folder / f"pid-{rank}", str(os.getpid()))
     if mode == "environment":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        (folder / f"environment-{rank}").write_text(" ".join(os.environ[name] for name in names))
+        _write(folder / f"environment-{rank}", " ".join(os.environ[name] for name in names))
         print(f"output of rank {rank}")
         return 0
     if mode in ("fail", "wait", "die") and rank == 1:
@@ -41,7 +48,7 @@ def main(mode: str, folder: Path) -> int:
     while time.monotonic() < deadline:
         if stop and mode not in ("hang", "wait", "late"):
             time.sleep(0.3 * (1 + rank))  # a checkpoint takes its time, and not the same on every rank
-            (folder / f"saved-{rank}").write_text(f"asked {len(stop)} times")
+            _write(folder / f"saved-{rank}", f"asked {len(stop)} times")
             return os.EX_TEMPFAIL
         time.sleep(0.02)
     return 1

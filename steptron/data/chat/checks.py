@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from steptron.data.chat.conversation import Conversation, Message, ToolCall
 from steptron.data.chat.problems import ConversationError
@@ -15,9 +15,45 @@ def check_trainable(conversation: Conversation) -> None:
         ConversationError: the first mistake.
     """
     declared = {tool["function"]["name"] for tool in conversation.tools}
+    for turn, _ in _in_order(conversation.messages):
+        message = conversation.messages[turn]
+        if message.role == "assistant":
+            _check_assistant(message, declared, turn)
+    last = conversation.messages[-1:]
+    if not last or last[0].role != "assistant":
+        role = f"of role {last[0].role}" if last else "missing"
+        raise ConversationError(
+            "last_turn", f"the last turn is {role}: it must be the assistant's", len(conversation.messages) - 1
+        )
+    if not any(message.trained for message in conversation.messages):
+        raise ConversationError("nothing_trained", "`loss_mask` is 0 on every assistant turn: nothing would be trained")
+
+
+def check_prompt(messages: Sequence[Message]) -> None:
+    """Checks the turns that a model is given to answer. What the model has said before is taken as it is.
+
+    Raises:
+        ConversationError: the first mistake.
+    """
+    open_calls = next((calls for _, calls in reversed(list(_in_order(messages)))), [])
+    if not messages or messages[-1].role not in ("user", "tool"):
+        role = f"of role {messages[-1].role}" if messages else "missing"
+        raise ConversationError(
+            "last_turn", f"the last turn is {role}: a model answers a user or a tool", len(messages) - 1
+        )
+    if open_calls:
+        raise ConversationError(
+            "unanswered_call",
+            f"the call of {open_calls[0].name!r} has no answer: a turn of role tool must answer each call first",
+            len(messages) - 1,
+        )
+
+
+def _in_order(messages: Sequence[Message]) -> Iterator[tuple[int, list[ToolCall]]]:
+    """Goes through turns that follow each other as they should, with the calls that are open after each."""
     previous: Message | None = None
     open_calls: list[ToolCall] = []  # calls of the last assistant turn that no tool has answered yet
-    for turn, message in enumerate(conversation.messages):
+    for turn, message in enumerate(messages):
         _check_order(previous, message, turn)
         if message.role == "tool":
             _check_answer(message, open_calls, turn)
@@ -30,16 +66,9 @@ def check_trainable(conversation: Conversation) -> None:
                 turn,
             )
         if message.role == "assistant":
-            _check_assistant(message, declared, turn)
             open_calls = list(message.tool_calls)
+        yield turn, open_calls
         previous = message
-    if previous is None or previous.role != "assistant":
-        role = "missing" if previous is None else f"of role {previous.role}"
-        raise ConversationError(
-            "last_turn", f"the last turn is {role}: it must be the assistant's", len(conversation.messages) - 1
-        )
-    if not any(message.trained for message in conversation.messages):
-        raise ConversationError("nothing_trained", "`loss_mask` is 0 on every assistant turn: nothing would be trained")
 
 
 def _check_order(previous: Message | None, message: Message, turn: int) -> None:

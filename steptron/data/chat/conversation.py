@@ -6,7 +6,7 @@ Reading checks the form of every field; whether the turns follow each other as t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, NoReturn, cast, get_args
@@ -90,6 +90,28 @@ def parse_conversation(line: str) -> Conversation:
         tuple(_tools(_optional(record, "tools", list, None) or [])),
         _optional(record, "domain", str, None),
     )
+
+
+def read_messages(records: Sequence[Mapping[str, Any]], first: int = 0) -> tuple[Message, ...]:
+    """Reads turns that are no line of a file.
+
+    Args:
+        records: as in ``messages`` of a line.
+        first: number of the first of them, for errors.
+
+    Raises:
+        ConversationError: a field is missing, unknown or of a wrong form.
+    """
+    return tuple(_message(record, turn) for turn, record in enumerate(records, start=first))
+
+
+def read_tools(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Checks schemas of tools, in OpenAI's form.
+
+    Raises:
+        ConversationError: one is of another form, or a name is declared twice.
+    """
+    return tuple(_tools(list(records)))
 
 
 def strings_of(message: Message) -> Iterator[str]:

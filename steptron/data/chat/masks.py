@@ -49,6 +49,12 @@ class SampleTokenizer:
             for sample in parts
         ]
 
+    def ids(self, runs: Sequence[Run]) -> list[int]:
+        """Token ids of runs, without an end-of-document token."""
+        parts = [part for run in runs for part in self._parts(run)]
+        ids = iter(self.tokenizer.encode_batch([part for part in parts if isinstance(part, str)]))
+        return [token for part in parts for token in ([part] if isinstance(part, int) else next(ids))]
+
     def _parts(self, run: Run) -> Iterator[int | str]:
         """The special tokens of a run, and the texts between them."""
         text: list[str] = []

@@ -132,10 +132,25 @@ class MarkupTemplate(BaseModel):
         return samples
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Sample:
-        """What the model is given before its next turn; the completion follows as a run of its own."""
-        return (*self._runs(messages, tools, trained_from=len(messages)), Run(self._fill(self.generation_prompt)))
+        """What the model is given before its next turn; the completion follows as a run of its own.
 
-    def _runs(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], trained_from: int) -> Sample:
+        What the model has said before is written as it is, also where it could not be told from the form.
+        """
+        runs = self._runs(messages, tools, trained_from=len(messages), refuses=False)
+        return (*runs, Run(self._fill(self.generation_prompt)))
+
+    def after_answer(self) -> Sample:
+        """What stands between a turn that the model has said and the next one."""
+        return (Run(self._fill(self.after_completion)),)
+
+    @property
+    def end_of_turn(self) -> str:
+        """The special token that ends what the model says."""
+        return next(part for part, kind in reversed(self._parts(self.completion)) if kind == "markup")
+
+    def _runs(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], trained_from: int, refuses: bool = True
+    ) -> Sample:
         latest_user = max((turn for turn, message in enumerate(messages) if message.role == "user"), default=-1)
         runs: list[Run] = []
         system = messages[0].content if messages and messages[0].role == "system" else None
@@ -147,7 +162,9 @@ class MarkupTemplate(BaseModel):
                 runs.append(Run(self._fill(self.user, content=[Piece(message.content or "")])))
             elif message.role == "assistant":
                 runs.append(Run(self._fill(self.generation_prompt)))
-                completion = self._completion(message, turn, keep_reasoning=turn > latest_user)
+                if refuses:
+                    self._refuse_ambiguous(message, turn)
+                completion = self._completion(message, keep_reasoning=turn > latest_user)
                 runs.append(Run(completion, message.trained and turn >= trained_from))
                 runs.append(Run(self._fill(self.after_completion)))
             elif message.role == "tool":
@@ -167,26 +184,29 @@ class MarkupTemplate(BaseModel):
             return self._fill(self.system, content=(*self._fill(self.tools, tools=[Piece(schemas)]), *own))
         return self._fill(self.system, content=content)
 
-    def _completion(self, message: Message, turn: int, keep_reasoning: bool) -> tuple[Piece, ...]:
+    def _refuse_ambiguous(self, message: Message, turn: int) -> None:
         self._refuse(message.content, self.refused.answer, turn, "an answer")
         self._refuse(message.reasoning, self.refused.reasoning, turn, "reasoning")
+        for call in message.tool_calls:
+            self._refuse(call.name, self.refused.name, turn, "the name of a function")
+            for name, value in call.arguments.items():
+                self._refuse(name, self.refused.name, turn, "the name of a parameter")
+                self._refuse(_written(value), self.refused.value, turn, f"the value of parameter {name!r}")
+
+    def _completion(self, message: Message, keep_reasoning: bool) -> tuple[Piece, ...]:
         reasoning: Sequence[Piece] = ()
         if message.reasoning and keep_reasoning:
             reasoning = self._fill(self.reasoning, reasoning=[Piece(message.reasoning)])
         calls: list[Piece] = []
         for number, call in enumerate(message.tool_calls):
             between = self.between_calls if number else self.between_content_and_calls if message.content else ""
-            calls += [*self._fill(between), *self._call(call, turn)]
+            calls += [*self._fill(between), *self._call(call)]
         return self._fill(self.completion, reasoning=reasoning, content=[Piece(message.content or "")], calls=calls)
 
-    def _call(self, call: ToolCall, turn: int) -> tuple[Piece, ...]:
-        self._refuse(call.name, self.refused.name, turn, "the name of a function")
+    def _call(self, call: ToolCall) -> tuple[Piece, ...]:
         parameters: list[Piece] = []
         for name, value in call.arguments.items():
-            self._refuse(name, self.refused.name, turn, "the name of a parameter")
-            text = value if isinstance(value, str) else _json(value)
-            self._refuse(text, self.refused.value, turn, f"the value of parameter {name!r}")
-            parameters += self._fill(self.parameter, name=[Piece(name)], value=[Piece(text)])
+            parameters += self._fill(self.parameter, name=[Piece(name)], value=[Piece(_written(value))])
         return self._fill(self.call, name=[Piece(call.name)], parameters=parameters)
 
     def _refuse(self, text: str | None, strings: Sequence[str], turn: int, where: str) -> None:
@@ -264,6 +284,11 @@ def _split(form: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
         position = match.end()
     if position < len(form):
         yield form[position:], "text"
+
+
+def _written(value: object) -> str:
+    """The value of a parameter: strings raw, all else as JSON."""
+    return value if isinstance(value, str) else _json(value)
 
 
 def _json(value: object) -> str:
