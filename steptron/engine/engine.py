@@ -21,6 +21,7 @@ from steptron.data.tokenizer import Tokenizer
 from steptron.engine.blocks import OutOfBlocks, block_keys, more_keys
 from steptron.engine.cache import Blocks, CacheSize, layer_groups
 from steptron.engine.context import Work
+from steptron.engine.draft_policy import DraftPolicy, FixedDrafts, MeasuredDrafts
 from steptron.engine.request import GeneratedToken, Request, StopReason, Update
 from steptron.engine.runner import Drafting, Runner
 from steptron.engine.sampling import log_probabilities, verify
@@ -41,6 +42,7 @@ class EngineOptions:
         step_tokens: tokens of a step, at most; longer prompts are computed in chunks.
         block_size: tokens of a block of the cache.
         drafts: tokens to draft with the MTP depths, at most; 0 drafts none.
+        measure_drafts: whether to draft only as many as are seen to pay; what is sampled then depends on time.
         share_prefixes: whether what is cached of a prompt serves others that begin alike.
     """
 
@@ -50,6 +52,7 @@ class EngineOptions:
     step_tokens: int = 512
     block_size: int = 16
     drafts: int = 0
+    measure_drafts: bool = False
     share_prefixes: bool = True
 
 
@@ -88,6 +91,7 @@ class Engine:
         like = next(model.parameters()).detach()
         self.groups = layer_groups(model.spec, options.drafts, size, like)
         self._runner = Runner(model, self.groups)
+        self._policy: DraftPolicy = (MeasuredDrafts if options.measure_drafts else FixedDrafts)(options.drafts)
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -168,8 +172,14 @@ class Engine:
         updates, self._ended = self._ended, []
         chosen = self._choose()
         if chosen:
-            updates += self._compute(chosen)
+            began, drafted = self._clock(), {len(sequence.drafts) for sequence, _ in chosen}
+            is_prompt = any(sequence.pending > 1 for sequence, _ in chosen)
+            computed = self._compute(chosen)
             self.statistics.steps += 1
+            if not is_prompt and len(drafted) == 1:
+                tokens = sum(len(update.tokens) for update in computed)
+                self._policy.observe(len(chosen), drafted.pop(), tokens, self._clock() - began)
+            updates += computed
         return updates
 
     def generate(self, requests: list[Request]) -> list[tuple[list[GeneratedToken], StopReason]]:
@@ -394,12 +404,15 @@ class Engine:
     def _draft(self, sequences: list[Sequence]) -> None:
         """Drafts what may follow the last token of sequences, of which all others are computed."""
         items: list[tuple[Sequence, Drafting]] = []
+        depths = self._policy.choose(len(self._running))
+        if depths == 0:
+            return
         for sequence in sequences:
             left = min(
                 sequence.request.max_tokens - len(sequence.generated),
                 self.options.longest_sequence - len(sequence.tokens),
             )
-            if self.options.drafts and left > 1 and sequence.hidden_NH is not None:
+            if left > 1 and sequence.hidden_NH is not None:
                 start = sequence.computed - len(sequence.hidden_NH)
                 known = sequence.tokens[start + 1 :]
                 item = Drafting(sequence.blocks, start, sequence.hidden_NH, known, sequence.request.sampling)
@@ -407,7 +420,6 @@ class Engine:
         if not items:
             return
         items.sort(key=lambda item: len(item[1].known))
-        depths = self.options.drafts
         self._runner.draft([item for _, item in items], depths)
         for sequence, item in items:
             left = min(
