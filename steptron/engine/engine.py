@@ -403,16 +403,11 @@ class Engine:
 
     def _draft(self, sequences: list[Sequence]) -> None:
         """Drafts what may follow the last token of sequences, of which all others are computed."""
-        items: list[tuple[Sequence, Drafting]] = []
         depths = self._policy.choose(len(self._running))
-        if depths == 0:
-            return
-        for sequence in sequences:
-            left = min(
-                sequence.request.max_tokens - len(sequence.generated),
-                self.options.longest_sequence - len(sequence.tokens),
-            )
-            if left > 1 and sequence.hidden_NH is not None:
+        items: list[tuple[Sequence, Drafting]] = []
+        for sequence in sequences if depths else ():
+            # The last token of an answer is never a draft: one more is sampled after those that are accepted.
+            if self._left(sequence) > 1 and sequence.hidden_NH is not None:
                 start = sequence.computed - len(sequence.hidden_NH)
                 known = sequence.tokens[start + 1 :]
                 item = Drafting(sequence.blocks, start, sequence.hidden_NH, known, sequence.request.sampling)
@@ -422,13 +417,16 @@ class Engine:
         items.sort(key=lambda item: len(item[1].known))
         self._runner.draft([item for _, item in items], depths)
         for sequence, item in items:
-            left = min(
-                sequence.request.max_tokens - len(sequence.generated),
-                self.options.longest_sequence - len(sequence.tokens),
-            )
-            sequence.drafts = item.drafts[: left - 1]
+            sequence.drafts = item.drafts[: self._left(sequence) - 1]
             # The deeper depths have seen drafts at the last places, in the place of tokens that will be known.
             sequence.hidden_NH = item.hidden_NH[len(item.hidden_NH) - min(depths - 1, len(item.hidden_NH)) :]
+
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens that an answer may still get."""
+        return min(
+            sequence.request.max_tokens - len(sequence.generated),
+            self.options.longest_sequence - len(sequence.tokens),
+        )
 
     # ------------------------------------------------------------------------------- ends
 
