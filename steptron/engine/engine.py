@@ -225,6 +225,7 @@ class Engine:
                 break
             for group, blocks in zip(self.groups, sequence.blocks, strict=True):
                 group.extend(blocks, sequence.computed + count)
+            self.statistics.shared_tokens += sequence.computed
             self._running.append(sequence)
             chosen.append((sequence, count))
             budget -= count
@@ -269,7 +270,6 @@ class Engine:
             group.share(blocks, keys)
         sequence.keys = keys
         sequence.computed = len(keys) * self.options.block_size
-        self.statistics.shared_tokens += sequence.computed
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; it is the next to get some."""
