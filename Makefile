@@ -159,6 +159,7 @@ soak: setup ## longer studies, hours: kills at random moments; Muon against Adam
 	$(PY) -m tools.metrics_kill_storm
 	$(PY) -m benchmarks.muon_against_adamw runs/soak/data --folder runs/soak/muon_against_adamw --plot runs/soak/muon_against_adamw.png $(SOAK_ARGS)
 	$(PY) -m tools.reproduce.blowup --folder runs/soak/blowup
+	$(PY) -m tools.reproduce.needle --folder runs/soak/needle
 
 clean: ## remove caches and build products; keeps the virtual environments and runs/
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
