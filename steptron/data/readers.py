@@ -212,6 +212,7 @@ def _read_text(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
 def _read_jsonl(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
     line_number = 0
     is_empty = True
+    name = file.name  # made of the path each time it is asked for
     try:
         with _open_decompressed(file) as (stream, compressed):
             for line_number, line in enumerate(stream, start=1):
@@ -221,7 +222,7 @@ def _read_jsonl(file: InputFile, fields: Fields) -> Iterator[ReadItem]:
                     continue
                 is_empty = False
                 yield ReadItem(
-                    RawDocument(file.name, line_number, file.source, True, line), min(compressed.tell(), file.size)
+                    RawDocument(name, line_number, file.source, True, line), min(compressed.tell(), file.size)
                 )
     except _READ_ERRORS as error:
         yield ReadItem(_damaged(file, line_number + 1, error), file.size)

@@ -12,7 +12,7 @@ import numpy as np
 from steptron.data.chat.checks import check_trainable
 from steptron.data.chat.conversation import Conversation, parse_conversation
 from steptron.data.chat.masks import SampleTokenizer, TokenizedSample
-from steptron.data.chat.pieces import Run, Sample, text_of
+from steptron.data.chat.pieces import Sample
 from steptron.data.chat.problems import BadConversation, ConversationError
 from steptron.data.chat.special import special_tokens
 from steptron.data.chat.template import ChatTemplate
@@ -139,16 +139,18 @@ class ChatEncoder:
     def _joined(self, kept: Sequence[_Kept]) -> EncodedBatch:
         samples = [sample for entry in kept for sample in entry.tokenized]
         counts = [len(entry.tokenized) for entry in kept]
-        rendered = [sample for entry in kept for sample in entry.read.samples]
-        masked = [[run for run in sample if not run.trained] for sample in rendered]
+        # UTF-8 bytes of each sample's text, and of what is not trained of it.
+        bytes_D2 = np.array([_bytes_of(sample) for entry in kept for sample in entry.read.samples], np.int64).reshape(
+            -1, 2
+        )
         validation = [is_validation(entry.read.identity, self.seed, self.validation_fraction) for entry in kept]
         return EncodedBatch(
             tokens_T=np.concatenate([np.zeros(0, np.int64), *(one.tokens_T for one in samples)]).astype(self.dtype),
             loss_mask_T=np.concatenate([np.zeros(0, np.uint8), *(one.loss_mask_T for one in samples)]),
             lengths_D=np.array([one.tokens_T.size for one in samples], np.int64),
             validation_D=np.repeat(np.array(validation, np.bool_), counts),
-            text_bytes_D=_bytes_D(rendered),
-            masked_bytes_D=_bytes_D(masked),
+            text_bytes_D=bytes_D2[:, 0],
+            masked_bytes_D=bytes_D2[:, 1],
             sources_D=np.repeat(np.array([entry.read.raw.source for entry in kept], np.int64), counts),
             bad=[],
         )
@@ -178,9 +180,16 @@ def read_conversation(item: RawDocument | BadDocument, template: ChatTemplate) -
         return BadConversation(item.file, item.line, None, "invalid_json", "values are nested too deep")
 
 
-def _bytes_D(samples: Sequence[Sequence[Run]]) -> np.ndarray:
-    """UTF-8 bytes of each text, int64."""
-    return np.array([len(text_of(runs).encode("utf-8")) for runs in samples], np.int64)
+def _bytes_of(sample: Sample) -> tuple[int, int]:
+    """UTF-8 bytes of a sample's text, and of what is not trained of it."""
+    masked = trained = 0
+    for run in sample:
+        size = len(run.text.encode("utf-8"))
+        if run.trained:
+            trained += size
+        else:
+            masked += size
+    return masked + trained, masked
 
 
 def _by_domain(kept: Sequence[_Kept]) -> dict[str, Counts]:

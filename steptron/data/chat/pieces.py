@@ -33,7 +33,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return "".join([piece.text for piece in self.pieces])
 
 
 Sample = tuple[Run, ...]

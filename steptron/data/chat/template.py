@@ -146,7 +146,8 @@ class MarkupTemplate(BaseModel):
     @property
     def end_of_turn(self) -> str:
         """The special token that ends what the model says."""
-        return next(part for part, kind in reversed(self._parts(self.completion)) if kind == "markup")
+        parts = reversed(self._parts(self.completion))
+        return next(part.text for part in parts if isinstance(part, Piece) and part.is_markup)
 
     def _runs(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], trained_from: int, refuses: bool = True
@@ -221,20 +222,22 @@ class MarkupTemplate(BaseModel):
 
     def _fill(self, form: str, **slots: Sequence[Piece]) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
-        for part, kind in self._parts(form):
-            if kind == "slot":
-                pieces += (piece for piece in slots[part] if piece.text)
+        for part in self._parts(form):
+            if isinstance(part, Piece):
+                pieces.append(part)
             else:
-                pieces.append(Piece(part, kind == "markup"))
+                pieces += [piece for piece in slots[part] if piece.text]
         return tuple(pieces)
 
-    def _parts(self, form: str) -> list[tuple[str, str]]:
-        if form not in self._parts_of_form:
-            self._parts_of_form[form] = list(_split(form, self._pattern))
-        return self._parts_of_form[form]
+    def _parts(self, form: str) -> list[Piece | str]:
+        """The pieces that a form writes, and the names of its slots."""
+        parts = self._parts_of_form.get(form)
+        if parts is None:
+            parts = self._parts_of_form[form] = list(_split(form, self._pattern))
+        return parts
 
     @cached_property
-    def _parts_of_form(self) -> dict[str, list[tuple[str, str]]]:
+    def _parts_of_form(self) -> dict[str, list[Piece | str]]:
         return {}
 
     @cached_property
@@ -274,16 +277,16 @@ def open_template(
     return template
 
 
-def _split(form: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """Cuts a form into its text, markup and slots: (text, "text"), (text, "markup"), (name, "slot")."""
+def _split(form: str, pattern: re.Pattern[str]) -> Iterator[Piece | str]:
+    """Cuts a form into pieces of text and markup, and the names of its slots."""
     position = 0
     for match in pattern.finditer(form):
         if match.start() > position:
-            yield form[position : match.start()], "text"
-        yield (match["slot"], "slot") if match["slot"] else (match["markup"], "markup")
+            yield Piece(form[position : match.start()])
+        yield match["slot"] or Piece(match["markup"], is_markup=True)
         position = match.end()
     if position < len(form):
-        yield form[position:], "text"
+        yield Piece(form[position:])
 
 
 def _written(value: object) -> str:
